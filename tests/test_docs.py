@@ -39,7 +39,7 @@ _GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 
 OF_COMMANDS = set(
     "--addr --env --follow --force --help --help-all --in-order --json --key-variable --name "
-    "--no-history --once --serve --undo --url --wait --window".split()
+    "--no-history --once --questions --serve --undo --url --wait --window".split()
 )
 """Flags of commands that are no settings of the server."""
 

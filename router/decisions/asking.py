@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from router.decisions.questions import Answer, DecisionTask, Question
+from router.decisions.questions import DecisionTask, TypedAnswer, TypedQuestion
 from router.decisions.readout import calibrated, mean
 from router.decisions.wording import INSTRUCTIONS, binary_text, label_text, listed_text
 from router.errors import (
@@ -60,7 +60,7 @@ _Result = TypeVar("_Result")
 class _Ballot:
     """A prompt that asks for one of several labels."""
 
-    question: Question
+    question: TypedQuestion
     options: Sequence[int]
     """The numbers of the options that it asks about, in the order of ``labels``."""
     labels: Sequence[Label]
@@ -72,14 +72,14 @@ class _Ballot:
 class Decided:
     """The result of a request."""
 
-    answers: list[Answer]
+    answers: list[TypedAnswer]
     input_tokens: int
     """Of the common beginning, once, and of what each prompt has after it."""
     cached_tokens: int
     """Of the common beginning that earlier requests had computed."""
 
 
-class Asking:
+class DecisionRun:
     """One request to ``model``: call `prepare`, then `decide`."""
 
     def __init__(
@@ -195,14 +195,14 @@ class Asking:
                 code="request_too_large",
             )
 
-    def _orders(self, question: Question) -> list[list[int]]:
+    def _orders(self, question: TypedQuestion) -> list[list[int]]:
         """Return the orders in which the options of ``question`` are asked: rotations that put
         every option in as many places as possible."""
         count = len(question.options)
         starts = dict.fromkeys(n * count // self._rotations for n in range(self._rotations))
         return [[*range(start, count), *range(start)] for start in starts]
 
-    def _groups(self, question: Question, order: Sequence[int]) -> list[list[int]]:
+    def _groups(self, question: TypedQuestion, order: Sequence[int]) -> list[list[int]]:
         """Divide ``order`` into groups of about the same size, of which each has enough labels."""
         count = len(order)
         num_groups = -(-count // len(self._labels_of(question, count)))
@@ -211,7 +211,7 @@ class Asking:
             for n in range(num_groups)
         ]
 
-    def _labels_of(self, question: Question, count: int) -> Sequence[Label]:
+    def _labels_of(self, question: TypedQuestion, count: int) -> Sequence[Label]:
         """Return the labels for ``count`` options of ``question``."""
         labels = self._labels
         if question.kind == "binary":
@@ -219,7 +219,7 @@ class Asking:
         is_whole_scale = question.kind == "score" and count == len(question.options)
         return labels.for_levels(count) if is_whole_scale else labels.letters
 
-    def _ballot(self, question: Question, options: Sequence[int]) -> _Ballot:
+    def _ballot(self, question: TypedQuestion, options: Sequence[int]) -> _Ballot:
         labels = self._labels_of(question, len(options))
         if question.kind == "binary":  # in both orders, a label means the same
             options, order = range(2), options
@@ -256,7 +256,7 @@ class Asking:
             if question.kind == "multi":
                 probabilities = [part.probabilities[0] for part in parts]
                 mass = sum(part.label_mass for part in parts) / len(parts)
-                answers.append(Answer(probabilities, mass))
+                answers.append(TypedAnswer(probabilities, mass))
             else:
                 answers += parts
         cached = min(self._cached_tokens, default=0)
@@ -266,13 +266,13 @@ class Asking:
             cached_tokens=min(cached, len(self._beginning.token_ids)),
         )
 
-    async def _distribution(self, rotations: Sequence[Sequence[_Ballot]]) -> Answer:
+    async def _distribution(self, rotations: Sequence[Sequence[_Ballot]]) -> TypedAnswer:
         """Return the answer to a question: the average over ``rotations``, of which each is a
         tournament that begins with the ballots of its groups."""
         masses: list[float] = []
         found = await _all([self._tournament(first, masses) for first in rotations])
         count = len(rotations[0][0].question.options)
-        return Answer(
+        return TypedAnswer(
             mean([[each[option] for option in range(count)] for each in found]),
             sum(masses) / len(masses),
         )
@@ -373,7 +373,7 @@ class _PartOfRequest(RemoteSequence):
         return True
 
 
-def _parts(question: Question) -> list[Question]:
+def _parts(question: TypedQuestion) -> list[TypedQuestion]:
     """Return the questions that are asked for ``question``: one for each label of ``multi``."""
     if question.kind == "multi":
         return [label_text(question, option) for option in question.options]

@@ -13,16 +13,16 @@ from router.api.endpoints import cancel_on_disconnect
 from router.api.images import with_images
 from router.api.operations import Operation
 from router.decisions import listed, systemone
-from router.decisions.asking import Asking, Decided
+from router.decisions.asking import Decided, DecisionRun
 from router.decisions.errors import PATHS, InvalidDecision
 from router.decisions.questions import DecisionTask
 from router.decisions.schemas import (
     DecisionErrorResponse,
+    DecisionInputDetails,
+    DecisionOutputDetails,
     DecisionRequest,
     DecisionResponse,
     DecisionUsage,
-    InputTokensDetails,
-    OutputTokensDetails,
 )
 from router.errors import (
     BODY_ERRORS,
@@ -47,7 +47,7 @@ async def decide(http: Request) -> Response:
         model = await router.loaded_model(body.model, tenant)
         _check_task(model)
         async with router.admit(tenant, model, state.limits_left):
-            asking = Asking(
+            asking = DecisionRun(
                 router,
                 model,
                 tenant,
@@ -101,8 +101,8 @@ def _answer(
             usage=DecisionUsage(
                 input_tokens=decided.input_tokens,
                 cached_tokens=UNSET,
-                input_tokens_details=InputTokensDetails(cached_tokens=decided.cached_tokens),
-                output_tokens_details=OutputTokensDetails(),
+                input_tokens_details=DecisionInputDetails(cached_tokens=decided.cached_tokens),
+                output_tokens_details=DecisionOutputDetails(),
                 total_tokens=decided.input_tokens,
             ),
         )

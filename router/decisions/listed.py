@@ -12,10 +12,10 @@ from router.api.translation import with_paths
 from router.decisions.questions import (
     MAX_OPTIONS,
     MAX_QUESTIONS,
-    Answer,
     DecisionTask,
     Option,
-    Question,
+    TypedAnswer,
+    TypedQuestion,
 )
 from router.decisions.readout import choice_confidence, expected_level, score_confidence
 from router.decisions.schemas import (
@@ -121,7 +121,7 @@ def _check_calls(items: Sequence[InputItem]) -> None:
             raise NotFound(f"'{path}': items are not stored here.", param=path)
 
 
-def _question(path: str, given: Any) -> Question:
+def _question(path: str, given: Any) -> TypedQuestion:
     asked: ListedQuestion = _converted(given, ListedQuestion, path)
     text = "\n".join(_texts(asked.instructions, f"{path}.instructions")).strip()
     if not text:
@@ -134,7 +134,7 @@ def _question(path: str, given: Any) -> Question:
     elif asked.type == "score":
         options = _levels(asked, f"{path}.levels")
     kind = "binary" if asked.type == "predicate" else asked.type
-    return Question(
+    return TypedQuestion(
         kind=kind, asked_as=asked.type, path=path, name=asked.name, text=text, options=options
     )
 
@@ -201,12 +201,12 @@ def _check_count(path: str, count: int, least: int, most: int) -> None:
 
 
 def written_answers(
-    questions: Sequence[Question], answers: Sequence[Answer]
+    questions: Sequence[TypedQuestion], answers: Sequence[TypedAnswer]
 ) -> list[DecisionAnswer]:
     return [_written(*each) for each in zip(questions, answers, strict=True)]
 
 
-def _written(question: Question, answer: Answer) -> DecisionAnswer:
+def _written(question: TypedQuestion, answer: TypedAnswer) -> DecisionAnswer:
     found, mass = list(answer.probabilities), answer.label_mass
     kind, name = question.asked_as, question.name
     if question.kind == "binary":

@@ -26,7 +26,7 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class TypedQuestion:
     kind: Kind
     asked_as: str
     """The type in the client's request: ``noul`` or ``predicate`` for a binary question."""
@@ -49,13 +49,13 @@ class DecisionTask:
     is_conversation: bool
     """Whether the context is a conversation, which is followed by the question as another message.
     Otherwise the question continues its last message."""
-    questions: Sequence[Question] = field(default_factory=list)
+    questions: Sequence[TypedQuestion] = field(default_factory=list)
     context_field: str = "state"
     """The name of the context in the request, for errors."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class TypedAnswer:
     """Probabilities of the options of a question."""
 
     probabilities: Sequence[float]

@@ -47,7 +47,7 @@ class ChoiceValue(Struct, frozen=True, kw_only=True):
     description: str | None = None
 
 
-class Level(Struct, frozen=True, kw_only=True):
+class ScaleLevel(Struct, frozen=True, kw_only=True):
     label: str
     description: str | None = None
 
@@ -59,7 +59,7 @@ class ListedQuestion(Struct, frozen=True, kw_only=True):
     instructions: str | list[QuestionPart]
     name: Name | None = None
     choices: list[ChoiceValue] | None = None
-    levels: list[Level] | None = None
+    levels: list[ScaleLevel] | None = None
 
 
 class SentPicture(Struct, frozen=True, kw_only=True):
@@ -229,12 +229,12 @@ class DecisionAnswer(Struct, frozen=True, kw_only=True):
     ]
 
 
-class InputTokensDetails(Struct, frozen=True, kw_only=True):
+class DecisionInputDetails(Struct, frozen=True, kw_only=True):
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(Struct, frozen=True, kw_only=True):
+class DecisionOutputDetails(Struct, frozen=True, kw_only=True):
     reasoning_tokens: int = 0
 
 
@@ -244,8 +244,8 @@ class DecisionUsage(Struct, frozen=True, kw_only=True):
     ]
     output_tokens: int = 0
     cached_tokens: int | UnsetType = UNSET
-    input_tokens_details: InputTokensDetails | UnsetType = UNSET
-    output_tokens_details: OutputTokensDetails | UnsetType = UNSET
+    input_tokens_details: DecisionInputDetails | UnsetType = UNSET
+    output_tokens_details: DecisionOutputDetails | UnsetType = UNSET
     total_tokens: int | UnsetType = UNSET
 
 

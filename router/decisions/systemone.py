@@ -13,11 +13,11 @@ from router.decisions.errors import InvalidDecision
 from router.decisions.questions import (
     MAX_OPTIONS,
     MAX_QUESTIONS,
-    Answer,
     DecisionTask,
     Kind,
     Option,
-    Question,
+    TypedAnswer,
+    TypedQuestion,
 )
 from router.decisions.readout import choice_confidence, expected_level, score_confidence
 from router.decisions.schemas import (
@@ -98,7 +98,7 @@ def as_text(value: Any, *path: str) -> str:
         raise InvalidDecision(f"'{name}' is nested too deeply.", *path) from None
 
 
-def _question(name: str, given: Any) -> Question:
+def _question(name: str, given: Any) -> TypedQuestion:
     path = "questions", name
     try:
         asked = msgspec.convert(given, SystemOneQuestion)
@@ -124,7 +124,7 @@ def _question(name: str, given: Any) -> Question:
         options = _levels(asked, name)
     else:
         options = _choices(asked, name)
-    return Question(
+    return TypedQuestion(
         kind=kind,
         asked_as=asked.type,
         path=".".join(path),
@@ -209,7 +209,7 @@ def _choices(asked: SystemOneQuestion, name: str) -> tuple[Option, ...]:
 
 
 def written_answers(
-    questions: Sequence[Question], answers: Sequence[Answer], *, with_values: bool
+    questions: Sequence[TypedQuestion], answers: Sequence[TypedAnswer], *, with_values: bool
 ) -> dict[str, DecisionAnswer]:
     """Return the answers by id. ``with_values``: also in mlx-vlm's form, whose clients read
     ``value`` and ``metadata``."""
@@ -219,12 +219,12 @@ def written_answers(
     }
 
 
-def has_other_types(questions: Sequence[Question]) -> bool:
+def has_other_types(questions: Sequence[TypedQuestion]) -> bool:
     """Return whether any of ``questions`` has a type that only mlx-vlm's form has."""
     return any(each.asked_as in ("bool", "multi_label") for each in questions)
 
 
-def _written(question: Question, answer: Answer, with_values: bool) -> DecisionAnswer:
+def _written(question: TypedQuestion, answer: TypedAnswer, with_values: bool) -> DecisionAnswer:
     mass, found = answer.label_mass, list(answer.probabilities)
     by_value = dict(zip((str(each.value) for each in question.options), found, strict=True))
     if question.kind == "binary":

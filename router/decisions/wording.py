@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.decisions.questions import Option, Question
+from router.decisions.questions import Option, TypedQuestion
 
 PROMPT_FORMAT = 1
 """The version of these texts and of their order. Probabilities, and temperatures fitted to them,
@@ -17,7 +17,7 @@ INSTRUCTIONS = (
 """The system message."""
 
 
-def binary_text(question: Question, labels: Sequence[str], order: Sequence[int]) -> str:
+def binary_text(question: TypedQuestion, labels: Sequence[str], order: Sequence[int]) -> str:
     """Return the text of a question that is true or false, whose ``labels`` are in the order of
     its options. ``order`` is that in which they are mentioned."""
     lines = _opening(question)
@@ -33,11 +33,11 @@ def binary_text(question: Question, labels: Sequence[str], order: Sequence[int])
     return "\n".join([*lines, *described, f"Answer {named}."])
 
 
-def label_text(question: Question, option: Option) -> Question:
+def label_text(question: TypedQuestion, option: Option) -> TypedQuestion:
     """Return the question whether one label of a ``multi`` question applies."""
     described = f" ({option.description})" if option.description else ""
     asked = f"{question.text}\n" if question.text else ""
-    return Question(
+    return TypedQuestion(
         kind="binary",
         asked_as="bool",
         path=question.path,
@@ -50,7 +50,7 @@ BINARY: tuple[Option, ...] = (Option(value=True, text="yes"), Option(value=False
 """The options of a question that is true or false."""
 
 
-def listed_text(question: Question, labels: Sequence[str], order: Sequence[int]) -> str:
+def listed_text(question: TypedQuestion, labels: Sequence[str], order: Sequence[int]) -> str:
     """Return the text of a question whose options are listed in ``order``, each with the label
     beside it."""
     noun = "level" if question.kind == "score" else "option"
@@ -60,10 +60,10 @@ def listed_text(question: Question, labels: Sequence[str], order: Sequence[int])
     return "\n".join([*_opening(question), *lines, f"Answer with the label of one {noun}."])
 
 
-def _opening(question: Question) -> list[str]:
+def _opening(question: TypedQuestion) -> list[str]:
     return [f"Question: {question.text}"] if question.text else ["Question: What applies?"]
 
 
-def _shown(question: Question, number: int) -> str:
+def _shown(question: TypedQuestion, number: int) -> str:
     option = question.options[number]
     return f"{option.text}: {option.description}" if option.description else option.text

@@ -93,9 +93,7 @@ async def list_models(http: Request) -> Response:
     data += [_adapter_card(router, each) for each in adapters if tenant.may_use(each.names)]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     models = [
-        DecisionModel(
-            name=card.id, description=card.description, release_date=card.created_at[:10]
-        )
+        DecisionModel(name=card.id, description=card.description, release_date=card.created_at[:10])
         for card in data
         if "chat" in card.capabilities
     ]

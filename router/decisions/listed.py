@@ -123,8 +123,8 @@ def _check_calls(items: Sequence[InputItem]) -> None:
 
 def _question(path: str, given: Any) -> TypedQuestion:
     asked: ListedQuestion = _converted(given, ListedQuestion, path)
-    text = "\n".join(_texts(asked.instructions, f"{path}.instructions")).strip()
-    if not text:
+    text = "\n".join(_texts(asked.instructions or "", f"{path}.instructions")).strip()
+    if not text and (asked.instructions is not None or asked.type == "predicate"):
         raise InvalidValue(
             f"'{path}.instructions' must not be empty.", param=f"{path}.instructions"
         )

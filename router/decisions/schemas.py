@@ -56,7 +56,7 @@ class ListedQuestion(Struct, frozen=True, kw_only=True):
     """A question in OpenAI's form."""
 
     type: Literal["predicate", "choice", "score"]
-    instructions: str | list[QuestionPart]
+    instructions: str | list[QuestionPart] | None = None
     name: Name | None = None
     choices: list[ChoiceValue] | None = None
     levels: list[ScaleLevel] | None = None

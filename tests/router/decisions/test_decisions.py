@@ -121,6 +121,9 @@ def test_a_list_of_questions_about_an_input_is_answered_in_openais_form(
             | {"levels": levels},
         )
     ).json()
+    # Vercel's client sends null where there are no instructions.
+    ok(ask_listed(server, {"type": "choice", "instructions": None, "choices": both}))
+    assert "Question: What applies?" in prompts_of(engine)[3]
     choice, predicate, score = answer["answers"]
     assert choice == {
         "type": "choice",

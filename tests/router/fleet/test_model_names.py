@@ -86,12 +86,12 @@ def test_the_files_of_a_model_describe_it_before_its_first_load(
         state=SimpleNamespace(tenant=EVERYBODY),
     )
     first, second, third = json.loads(bytes(asyncio.run(list_models(http)).body))["models"]
-    assert first["capabilities"] == ["completion", "tools"]
+    assert first["capabilities"] == ["completion", "decision", "tools"]
     assert (first["details"]["family"], first["details"]["quantization_level"]) == (
         *("qwen3", "4-bit"),
     )
     assert second["capabilities"] == ["completion"] and not second["details"]["family"]
-    assert third["capabilities"] == ["completion", "tools", "vision"]
+    assert third["capabilities"] == ["completion", "decision", "tools", "vision"]
     shown = shown_model(router, "me/b")
     assert shown.template == "{{ tools }}"
     assert shown.model_info == {

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from router.batches.store import BatchStore, Result, StorageFailed, storage_failed
 from shared.locks import try_lock
@@ -41,8 +41,8 @@ class BatchDirectory:
     def __init__(self, root: Path, on_error: Callable[[], None] = lambda: None) -> None:
         """``on_error`` is called for each failure of the disk. Raises `BatchDirectoryError`."""
         try:
-            for path in (root, root / "files", root / "new"):
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (root / "files").mkdir(mode=0o700, exist_ok=True)
             self._lock = try_lock(root / "lock")
             if self._lock is None:
                 raise BatchDirectoryError(f"another router uses {root}")
@@ -117,13 +117,16 @@ class BatchDirectory:
         """Return the path of a file. ``file_id`` comes from the store, never from a client."""
         return self._root / "files" / file_id
 
-    def new_path(self, file_id: str) -> Path:
-        """Return the path of a file while it is being written."""
-        return self._root / "new" / file_id
+    def create(self, file_id: str) -> BinaryIO:
+        """Open a new file for writing. The store gets it once it is complete. Raises OSError."""
+        descriptor = os.open(self.path(file_id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        return os.fdopen(descriptor, "wb")
 
-    def publish(self, file_id: str) -> None:
-        """Move a file that is complete and on disk to its place. Raises OSError."""
-        self.new_path(file_id).rename(self.path(file_id))
+    def finish(self, file: BinaryIO) -> None:
+        """Close a file that is complete, once it is on disk. Raises OSError."""
+        with file:
+            file.flush()
+            os.fsync(file.fileno())
         folder = os.open(self._root / "files", os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -132,11 +135,10 @@ class BatchDirectory:
 
     def remove(self, file_id: str) -> None:
         """Delete a file, complete or not."""
-        for path in (self.path(file_id), self.new_path(file_id)):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                logger.warning("cannot delete %s: %s", path, error)
+        try:
+            self.path(file_id).unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("cannot delete %s: %s", self.path(file_id), error)
 
     def discard(self, *file_ids: str) -> asyncio.Future[None]:
         """Remove files that the store does not have. A cancelled change is still made, before
@@ -154,7 +156,6 @@ class BatchDirectory:
     def _sweep(self) -> None:
         """Delete files that the store does not know, because their writer was killed."""
         known = self._store.file_ids()
-        for folder in ("files", "new"):
-            for path in (self._root / folder).iterdir():
-                if folder == "new" or path.name not in known:
-                    path.unlink(missing_ok=True)
+        for path in (self._root / "files").iterdir():
+            if path.name not in known:
+                path.unlink(missing_ok=True)

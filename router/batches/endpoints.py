@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -183,49 +184,45 @@ def _page_fields(most: int) -> dict[str, dict[str, Any]]:
 
 def _file_operations(files: FileEndpoints) -> list[Operation]:
     one, errors = "/v1/files/{file_id}", (FileNotFound, StorageFailed)
+    operation = partial(Operation, tag=_TAG)
     return [
-        Operation(
-            path="/v1/files",
-            endpoint=files.upload,
-            summary="Upload a file of requests",
-            tag=_TAG,
+        operation(
+            "/v1/files",
+            files.upload,
+            "Upload a file of requests",
             method="POST",
             body_type=UploadForm,
             body_media_type="multipart/form-data",
             response_type=FileObject,
             errors=(*BODY_ERRORS, TooManyRequests, StorageFailed),
         ),
-        Operation(
-            path="/v1/files",
-            endpoint=files.list_all,
-            summary="List files",
-            tag=_TAG,
+        operation(
+            "/v1/files",
+            files.list_all,
+            "List files",
             query={**_page_fields(10_000), "purpose": {"type": "string"}},
             response_type=FileList,
             errors=(InvalidRequest, *errors),
         ),
-        Operation(
-            path=one,
-            endpoint=files.retrieve,
-            summary="Get the description of a file",
-            tag=_TAG,
+        operation(
+            one,
+            files.retrieve,
+            "Get the description of a file",
             response_type=FileObject,
             errors=errors,
         ),
-        Operation(
-            path=one,
-            endpoint=files.delete,
-            summary="Delete a file",
-            tag=_TAG,
+        operation(
+            one,
+            files.delete,
+            "Delete a file",
             method="DELETE",
             response_type=DeletedFile,
             errors=(InvalidRequest, *errors),
         ),
-        Operation(
-            path=one + "/content",
-            endpoint=files.content,
-            summary="Get the content of a file",
-            tag=_TAG,
+        operation(
+            f"{one}/content",
+            files.content,
+            "Get the content of a file",
             media_type="application/octet-stream",
             errors=errors,
         ),
@@ -234,44 +231,42 @@ def _file_operations(files: FileEndpoints) -> list[Operation]:
 
 def _batch_operations(batches: Batches) -> list[Operation]:
     one, errors = "/v1/batches/{batch_id}", (BatchNotFound, StorageFailed)
+    operation = partial(Operation, tag=_TAG)
+    example = {
+        "input_file_id": "file-0",
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    }
     return [
-        Operation(
-            path="/v1/batches",
-            endpoint=batches.create,
-            summary="Run the requests of a file in the background",
-            tag=_TAG,
+        operation(
+            "/v1/batches",
+            batches.create,
+            "Run the requests of a file in the background",
             method="POST",
             body_type=CreateBatch,
-            example={
-                "input_file_id": "file-0",
-                "endpoint": "/v1/chat/completions",
-                "completion_window": "24h",
-            },
+            example=example,
             response_type=BatchObject,
             errors=(*BODY_ERRORS, FileNotFound, TooManyRequests, StorageFailed),
         ),
-        Operation(
-            path="/v1/batches",
-            endpoint=batches.list_all,
-            summary="List batches",
-            tag=_TAG,
+        operation(
+            "/v1/batches",
+            batches.list_all,
+            "List batches",
             query=_page_fields(_MAX_PAGE_BATCHES),
             response_type=BatchList,
             errors=(InvalidRequest, *errors),
         ),
-        Operation(
-            path=one,
-            endpoint=batches.retrieve,
-            summary="Get the state of a batch",
-            tag=_TAG,
+        operation(
+            one,
+            batches.retrieve,
+            "Get the state of a batch",
             response_type=BatchObject,
             errors=errors,
         ),
-        Operation(
-            path=one + "/cancel",
-            endpoint=batches.cancel,
-            summary="Cancel a batch; its results so far are kept",
-            tag=_TAG,
+        operation(
+            f"{one}/cancel",
+            batches.cancel,
+            "Cancel a batch; its results so far are kept",
             method="POST",
             response_type=BatchObject,
             errors=(InvalidRequest, *errors),

@@ -6,10 +6,10 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from starlette.datastructures import Headers
@@ -66,18 +66,17 @@ class FileEndpoints:
         announced = request.headers.get("content-length", "0")
         size = int(announced) if announced.isdecimal() else 0
         await directory.run(lambda store: self._check_room(store, tenant.name, size))
-        file_id = directory.new_id()
-        path, max_bytes = directory.new_path(file_id), self._context.settings.batch_file_mb * _MB
+        file_id, max_bytes = directory.new_id(), self._context.settings.batch_file_mb * _MB
         with self._counted(tenant):
             try:
-                upload = await directory.read(partial(Upload, boundary, path, max_bytes))
+                file = await directory.read(partial(directory.create, file_id))
                 try:
+                    upload = Upload(boundary, file, max_bytes)
                     await self._receive(request, upload)
                     new = _new_file(file_id, tenant, upload, self._context.keep_s)
-                    await directory.read(upload.finish)
+                    await directory.read(partial(directory.finish, file))
                 finally:
-                    await directory.read(upload.close)
-                await directory.read(partial(directory.publish, file_id))
+                    await directory.read(partial(_close, file))
                 row = await directory.run(lambda store: self._add(store, new))
             except BaseException as error:
                 discarded = directory.discard(file_id)
@@ -232,8 +231,14 @@ def file_object(row: Row) -> FileObject:
     return msgspec.convert(row, FileObject)
 
 
+def _close(file: BinaryIO) -> None:
+    with suppress(OSError):  # the disk is full, and the file is removed
+        file.close()
+
+
 def _new_file(file_id: str, tenant: Tenant, upload: Upload, keep_s: int) -> NewFile:
     """Return the file received by ``upload``. Raises `InvalidRequest`."""
+    upload.check()
     fields = upload.fields
     if fields.get("purpose") != "batch":
         raise InvalidValue("'purpose' must be batch, the only supported purpose.", param="purpose")

@@ -273,16 +273,11 @@ class BatchJob:
     def _write_file(self, file_id: str, ok: bool) -> int:
         """Write a file of results; return its size. An empty one is deleted."""
         directory, size = self._directory, 0
-        with open(
-            os.open(directory.new_path(file_id), os.O_WRONLY | os.O_CREAT, 0o600), "wb"
-        ) as file:
+        with directory.create(file_id) as file:
             for record in read_results(directory.database, self._number, ok):
                 size += file.write(record)
-            file.flush()
-            os.fsync(file.fileno())
-        if size:
-            directory.publish(file_id)
-        else:
+            directory.finish(file)
+        if not size:
             directory.remove(file_id)
         return size
 

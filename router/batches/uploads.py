@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
+from typing import BinaryIO
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -29,18 +28,16 @@ def boundary_of(content_type: str | None) -> bytes:
 
 
 class Upload:
-    """One upload, which writes its part "file" to ``path``. Its methods may run on any thread, one
+    """One upload, which writes its part "file" to ``file``. Its methods may run on any thread, one
     at a time."""
 
-    def __init__(self, boundary: bytes, path: Path, max_bytes: int) -> None:
-        """Raises OSError."""
+    def __init__(self, boundary: bytes, file: BinaryIO, max_bytes: int) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         """The client's name for the file; None until it has arrived. It is not used as a path."""
         self.size = 0
         self._max_bytes = max_bytes
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self._file = os.fdopen(descriptor, "wb")
+        self._file = file
         self._fed = 0
         self._is_complete = False
         self._header, self._value = bytearray(), bytearray()
@@ -87,21 +84,12 @@ class Upload:
                 f"The body has more than {_MAX_FORM_BYTES} bytes besides the content of its file."
             )
 
-    def finish(self) -> None:
-        """Write the rest to disk. Raises `InvalidRequest` if something is missing, and OSError."""
+    def check(self) -> None:
+        """Raise `InvalidRequest` if something is missing at the end of the body."""
         if not self._is_complete:
             raise InvalidRequest("The body is empty or ends inside a part.")
         if self.filename is None:
             raise InvalidRequest("'file' is required.", param="file")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-    def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError:
-            pass  # the disk is full, and the file is removed
 
     # -- what the parser finds -------------------------------------------------
 

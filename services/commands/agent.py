@@ -11,16 +11,13 @@ import json
 import os
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from http.client import HTTPException
 from typing import Any, NamedTuple
 
-from services.commands.admin_client import ServerRefused, add_server_flags, authorization
+from services.commands.admin_client import NoServer, ServerRefused, add_server_flags
+from services.commands.event_stream import StreamRefused, opened
 from services.commands.parser import CommandParser
 from shared.exits import EXIT_FAILED, EXIT_USAGE, fail
-from shared.network.opener import opener
 
 PROG = "mlx-lm-server agent"
 KEY_VARIABLE = "MLX_LM_SERVER_API_KEY"
@@ -175,31 +172,27 @@ def parser() -> argparse.ArgumentParser:
 
 def _target(url: str, name: str | None, key: str) -> Target:
     """Ask the server at ``url`` for the model ``name``. Raises `LookupError` with the reason."""
-    if not url.startswith(("http://", "https://")):
-        raise LookupError(f"{url} is not a server URL: it must begin with http:// or https://")
     try:
-        request = urllib.request.Request(f"{url}/v1/models", headers=authorization(key))
-        with opener().open(request, timeout=_TIMEOUT_S) as answer:
+        with opened(f"{url}/v1/models", key, _TIMEOUT_S) as answer:
             models: list[dict[str, Any]] = json.load(answer)["data"]
-            # A model that was never loaded has not reported its context yet.
-            found = {
-                str(each["id"]): Target(
-                    url,
-                    str(each["id"]),
-                    min(each[name] or _CONTEXT for name in ("context_length", "max_prompt_tokens")),
-                    key,
-                    "vision" in each["capabilities"],
-                )
-                for each in models
-            }
-    except ServerRefused as error:
+        # A model that was never loaded has not reported its context yet.
+        found = {
+            str(each["id"]): Target(
+                url,
+                str(each["id"]),
+                min(each[name] or _CONTEXT for name in ("context_length", "max_prompt_tokens")),
+                key,
+                "vision" in each["capabilities"],
+            )
+            for each in models
+        }
+    except StreamRefused as error:
+        hint = ": the API key is not valid" if key else " (set --api-key)"
+        hint = hint if error.status == 401 else ""
+        raise LookupError(f"{error}{hint}") from None
+    except (ServerRefused, NoServer) as error:
         raise LookupError(str(error)) from None
-    except urllib.error.HTTPError as error:
-        hint = ""
-        if error.code == 401:
-            hint = ": the API key is not valid" if key else "; set --api-key"
-        raise LookupError(f"{url} responds with {error.code} {error.reason}{hint}") from None
-    except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise LookupError(f"no mlx-lm-server responds at {url}: {error}") from None
     if not found:
         raise LookupError(f"the server at {url} has no ready model")

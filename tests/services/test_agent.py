@@ -123,8 +123,8 @@ def test_the_server_may_be_named_by_the_environment(
         (["claude", "--url", "URL", "--api-key=x"], 1, "the API key is not valid"),
         (["claude", "--url", "URL", "--api-key=k", "--model=c"], 1, "its models are a, b"),
         (["claude", "--url", "URL", "--api-key=starting"], 1, "no ready model"),
-        (["claude", "--url", "http://127.0.0.1:9"], 1, "no mlx-lm-server responds"),
-        (["claude", "--url", "nonsense"], 1, "is not a server URL"),
+        (["claude", "--url", "http://127.0.0.1:9"], 1, "no server responds"),
+        (["claude", "--url", "nonsense"], 1, "does not begin with http"),
         (["vim"], 2, "invalid choice"),
     ],
 )

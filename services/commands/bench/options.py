@@ -8,7 +8,7 @@ import math
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
 
@@ -110,29 +110,14 @@ def read_options(argv: Sequence[str]) -> ServeOptions:
     changes = {name: value for name in names if (value := getattr(given, name)) is not None}
     if given.workload != "multi-turn":
         changes.pop("turns", None)
-    return ServeOptions(
-        url=given.url.rstrip("/"),
-        api_key=given.api_key,
-        model=given.model,
-        label=given.label,
-        endpoint=given.endpoint,
-        shape=base._replace(**changes),
-        concurrency=given.concurrency,
-        request_rate=given.request_rate,
-        burstiness=given.burstiness,
-        requests=given.requests,
-        duration_s=given.duration_s,
-        goodput=dict(given.goodput),
-        seed=random.randrange(1 << 31) if given.seed is None else given.seed,
-        warm_up=given.warm_up,
-        temperature=given.temperature,
-        ignore_eos=given.ignore_eos,
-        extra_body=given.extra_body,
-        timeout_s=given.timeout_s,
-        json=given.json,
-        save=given.save,
-        plot=given.plot,
-    )
+    made = {
+        "url": given.url.rstrip("/"),
+        "shape": base._replace(**changes),
+        "goodput": dict(given.goodput),
+        "seed": random.randrange(1 << 31) if given.seed is None else given.seed,
+    }
+    same = [each.name for each in fields(ServeOptions) if each.name not in made]
+    return ServeOptions(**made, **{name: getattr(given, name) for name in same})
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -31,6 +31,11 @@ class BatchClient:
             content = b"".join(json.dumps(line).encode() + b"\n" for line in content)
         return self.api.files.create(file=("in.jsonl", content), purpose="batch").id
 
+    def leftovers(self, directory: Path) -> set[str]:
+        """Return the files in a server's ``directory`` that it does not list."""
+        known = {each.id for each in self.api.files.list(limit=10_000)}
+        return {path.name for path in (directory / "files").iterdir()} - known
+
     def create(self, content: bytes | list[Body], **fields: Any) -> Any:
         return self.create_of(self.upload(content), **fields)
 

@@ -231,7 +231,7 @@ def test_a_full_disk_holds_lines_up_and_loses_none(own: Server, tmp_path: Path) 
     assert client.api.batches.retrieve(batch.id).status == "in_progress"
     resource.prlimit(own.process.pid, resource.RLIMIT_FSIZE, before)
     assert_each_line_once(client, client.wait(batch))
-    assert not list((tmp_path / "new").iterdir())
+    assert not client.leftovers(tmp_path)
 
 
 def test_lines_of_a_removed_key_get_an_error(start: Start, tmp_path: Path) -> None:

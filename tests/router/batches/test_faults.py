@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,7 +251,7 @@ async def test_a_file_whose_upload_is_cut_off_at_the_end_is_there_if_it_is_known
 
 @in_loop
 async def test_an_upload_that_only_trickles_is_given_up(
-    directory: BatchDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: BatchDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.batches.files._PIECE_TIMEOUT_S", 0.2)
     monkeypatch.setattr("router.batches.files._PIECE_BYTES", 2000)
@@ -262,14 +263,10 @@ async def test_an_upload_that_only_trickles_is_given_up(
 
     async def receive(size: int, wait_s: float, count: int) -> None:
         endpoints = FileEndpoints(context_of(directory))
-        upload = Upload(b"x", tmp_path / "new" / "file", 10**6)
+        upload = Upload(b"x", BytesIO(), 10**6)
         upload.feed(FORM[: FORM.index(b"hello")])
         request: Any = SimpleNamespace(stream=lambda: pieces(size, wait_s, count))
-        try:
-            await endpoints._receive(request, upload)
-        finally:
-            upload.close()
-            (tmp_path / "new" / "file").unlink()
+        await endpoints._receive(request, upload)
 
     with pytest.raises(BodyTimeout):
         await receive(1, 0.03, 100)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -119,10 +120,12 @@ def test_a_limit_that_is_none_is_refused(server: Server, path: str, limit: str) 
         ({"purpose": "batch", "expires_after[seconds]": "4000"}, "expires_after[anchor]"),
     ],
 )
-def test_a_bad_form_is_refused(server: Server, batch_dir: Path, fields: Any, param: str) -> None:
+def test_a_bad_form_is_refused(
+    server: Server, batches: BatchClient, batch_dir: Path, fields: Any, param: str
+) -> None:
     answer = server.client.post("/v1/files", data=fields, files={"file": b"x"})
     assert error_of(answer)["param"] == param
-    assert not list((batch_dir / "new").iterdir())
+    assert not batches.leftovers(batch_dir)
 
 
 def test_a_file_expires_when_its_owner_says(batches: BatchClient) -> None:
@@ -161,14 +164,13 @@ def test_what_is_no_form_is_refused(server: Server, status: int, content: bytes,
     ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 100_000])
-def test_a_body_must_be_cheap_to_read(tmp_path: Path, rest: bytes, piece_bytes: int) -> None:
+def test_a_body_must_be_cheap_to_read(rest: bytes, piece_bytes: int) -> None:
     head = b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
     body = head + b"content" + rest
-    upload = Upload(b"x", tmp_path / "file", 10**6)
+    upload = Upload(b"x", BytesIO(), 10**6)
     with pytest.raises(InvalidRequest, match=r"boundary|besides"):
         for at in range(0, len(body), piece_bytes):
             upload.feed(body[at : at + piece_bytes])
-    upload.close()
 
 
 def test_a_page_of_a_browser_cannot_upload_without_a_key(server: Server) -> None:
@@ -194,7 +196,7 @@ def test_a_large_file_is_refused_and_nothing_is_left(batches: BatchClient, batch
     with pytest.raises(openai.APIStatusError) as refused:
         batches.upload(b"x" * 2_000_001)
     assert refused.value.status_code == 413
-    assert not list((batch_dir / "new").iterdir())
+    assert not batches.leftovers(batch_dir)
     assert batches.upload(b"x" * 2_000_000)
 
 
@@ -211,11 +213,12 @@ def begin_upload(server: Server) -> socket.socket:
     return client
 
 
-def test_an_upload_that_breaks_off_leaves_nothing(server: Server, batch_dir: Path) -> None:
-    new = batch_dir / "new"
+def test_an_upload_that_breaks_off_leaves_nothing(
+    batches: BatchClient, server: Server, batch_dir: Path
+) -> None:
     with begin_upload(server):
-        eventually(lambda: bool(list(new.iterdir())))
-    eventually(lambda: not list(new.iterdir()))
+        eventually(lambda: bool(batches.leftovers(batch_dir)))
+    eventually(lambda: not batches.leftovers(batch_dir))
 
 
 def test_few_files_are_uploaded_at_once(
@@ -224,10 +227,10 @@ def test_few_files_are_uploaded_at_once(
     with ExitStack() as stack:
         for _ in range(4):
             stack.enter_context(begin_upload(server))
-        eventually(lambda: len(list((batch_dir / "new").iterdir())) == 4)
+        eventually(lambda: len(batches.leftovers(batch_dir)) == 4)
         with pytest.raises(openai.RateLimitError, match="at once"):
             batches.upload(b"x")
-    eventually(lambda: not list((batch_dir / "new").iterdir()))
+    eventually(lambda: not batches.leftovers(batch_dir))
     assert batches.upload(b"x")
 
 

@@ -34,7 +34,8 @@ PAGES = {
     "Using": "docs/commands docs/api docs/decisions docs/embeddings docs/adapters docs/ollama docs/batches"
     " docs/page docs/configuration"
     " docs/operations"
-    " docs/metrics docs/security docs/clients docs/agents docs/templates examples/README",
+    " docs/metrics docs/security docs/clients docs/agents docs/editors docs/templates"
+    " examples/README",
     "Deploying": "docs/deploy/install docs/deploy/service docs/deploy/compose"
     " docs/deploy/monitoring docs/deploy/kubernetes docs/deploy/ray docs/localai",
     "Models and speed": "docs/models docs/speculation docs/distributed docs/bench docs/benchmarks"

@@ -216,6 +216,10 @@ class EndpointNotSupported(ApiError, status=501, type="invalid_request_error", c
         return {"x-should-retry": "false"}  # OpenAI's clients otherwise retry any 5xx
 
 
+class InfillNotSupported(EndpointNotSupported, code="infill_not_supported"):
+    """The model has no tokens for fill-in-the-middle."""
+
+
 class InternalError(ApiError, code="internal_error"):
     """The server failed."""
 

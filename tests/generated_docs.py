@@ -42,6 +42,8 @@ _PART = re.compile(r"(<!-- generated: ([\w /-]+) -->\n).*?(<!-- end -->)", re.DO
 _REQUESTS = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
+    "fim": "/v1/fim/completions",
+    "infill": "/infill",
     "responses": "/v1/responses",
     "messages": "/v1/messages",
 }
@@ -236,7 +238,8 @@ def _fields(document: dict[str, Any], path: str) -> str:
     required = schema.get("required", ())
     accepted.sort(key=lambda name: name not in required)
     others = "[those of other servers](#fields-of-other-servers)"
-    return f"{_fields_list(schema, accepted)}\n\nRefused by name: {listed}, and {others}."
+    listed += ", and " if listed else ""
+    return f"{_fields_list(schema, accepted)}\n\nRefused by name: {listed}{others}."
 
 
 def _refused_fields() -> str:

@@ -21,6 +21,7 @@ import numpy
 from mlx.utils import tree_flatten, tree_map
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.fim_tokens import FIM
 from zoo import configs
 
 Kind = Literal[
@@ -129,6 +130,15 @@ def make_tiny(kind: Kind, path: Path, seed: int = 0, **changes: Any) -> Path:
     )
     byte_tokenizer().save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(CHAT_TEMPLATE)))
+    return path
+
+
+def make_inserting(path: Path) -> Path:
+    """Write a random model with tokens for fill-in-the-middle, and return ``path``."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(each, special=False, normalized=False) for each in FIM])
+    make_tiny("llama", path, vocab_size=tokenizer.get_vocab_size())
+    tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 

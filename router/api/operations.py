@@ -87,10 +87,12 @@ def generation_operation(
     summary: str,
     tag: str,
     endpoint_type: type[GenerationEndpoint[Any, Any]] | None = None,
+    errors: tuple[type[ApiError], ...] = (),
 ) -> Operation:
     """Return an operation that generates, with or without streaming.
 
-    ``endpoint`` is an ``endpoint_type`` or delegates to one.
+    ``endpoint`` is an ``endpoint_type`` or delegates to one. ``errors`` are those that others do
+    not have.
     """
     if endpoint_type is None:
         assert isinstance(endpoint, GenerationEndpoint)
@@ -112,7 +114,7 @@ def generation_operation(
             "x-debug-cache": "Sent if the request has this header too: JSON that compares the "
             "prompt with the closest earlier one.",
         },
-        errors=(*BODY_ERRORS, *MODEL_ERRORS, GenerationTimeout),
+        errors=(*BODY_ERRORS, *MODEL_ERRORS, GenerationTimeout, *errors),
         error_type=endpoint_type.error_type,
     )
 

@@ -22,7 +22,7 @@ def explain(generation: Generation) -> bytes:
     """
     model = generation.model
     vocabulary, block_size = model.renderer.vocabulary, model.hello.block_size
-    prompt = generation.choices[0].prompt_text_tokens
+    prompt = generation.choices[0].prompt.text_token_ids
     found = model.renderer.compare(generation.cache_scope, prompt)
     private = generation.has_cache_salt
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.schemas.completions import ComputedPrompt, FinishReason
 from router.tokens.detokenizer import IncrementalDetokenizer
+from router.tokens.image_prompts import Prompt
 from router.tokens.logprobs import ScoredToken, TokenAligner
 from router.tokens.rendering import Renderer
 from router.tokens.reply_parser import CallDelta, ReplyDelta, ReplyParser
@@ -130,7 +131,7 @@ class Choice:
         detokenizer: IncrementalDetokenizer,
         parser: ReplyParser,
         *,
-        prompt_text_tokens: list[int],
+        prompt: Prompt,
         stop: Callable[[RemoteSequence], None],
         prompt_logprobs_source: RemoteSequence,
         aligner: TokenAligner | None,
@@ -139,8 +140,7 @@ class Choice:
     ) -> None:
         self.index = index
         self.sequence = sequence
-        self.prompt_text_tokens = prompt_text_tokens
-        """The tokens of the prompt's text, with one token for each image."""
+        self.prompt = prompt
         self.prompt_logprobs_source = prompt_logprobs_source
         """The sequence that carries the prompt's log-probabilities: the first one of
         each prompt."""
@@ -192,6 +192,11 @@ class Choice:
             if self.finish_reason is not None and not self._cut_short:
                 tokens += self._aligner.take_rest()
         return OutputDelta(_merged(parsed), tokens, progress)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text has ended before what the model may write after it."""
+        return self._parser.complete
 
     @property
     def behind(self) -> bool:

@@ -182,7 +182,7 @@ class Generation:
                 sequence,
                 detokenizer,
                 parser,
-                prompt_text_tokens=prompt.text_token_ids,
+                prompt=prompt,
                 stop=self._stop,
                 prompt_logprobs_source=source,
                 aligner=TokenAligner(renderer.vocabulary, bool(continued)) if scored else None,
@@ -268,7 +268,7 @@ class Generation:
 
     def _remember_reply(self, choice: Choice) -> None:
         renderer, scope = self.model.renderer, self.cache_scope
-        prompt, output = choice.prompt_text_tokens, choice.output_token_ids
+        prompt, output = choice.prompt.text_token_ids, choice.output_token_ids
         self._router.work.start_unattended(
             self._tenant.share, lambda: renderer.remember_reply(scope, prompt, output), len(prompt)
         )

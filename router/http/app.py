@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 import router.anthropic.endpoints as anthropic
 import router.batches.endpoints as batches
 import router.decisions.endpoints as decisions
+import router.llama_cpp.endpoints as llama_cpp
 import router.ollama.endpoints as ollama
 import router.openai.embeddings as embeddings
 import router.openai.endpoints as openai
@@ -55,6 +56,7 @@ def operations(router: Router, keys: ApiKeys) -> list[Operation]:
         *models.OPERATIONS,
         *anthropic.operations(router),
         *ollama.operations(router),
+        *llama_cpp.operations(router),
         *tokenize.OPERATIONS,
         *health.OPERATIONS,
         *speculation.OPERATIONS,

@@ -10,11 +10,13 @@ from starlette.types import Send
 
 from router.api.body import json_response
 from router.api.endpoints import ChatEndpoint
+from router.api.fim import fim_prompts
 from router.api.operations import Operation, generation_operation
 from router.api.truncation import truncate_to_fit
 from router.errors import InvalidRequest
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
+from router.generation.sampling import fim_room
 from router.ollama import embedding, management, models
 from router.ollama.errors import OllamaError
 from router.ollama.keeping import keep, load_or_unload
@@ -94,6 +96,9 @@ class OllamaEndpoint(ChatEndpoint[_Body]):
         renderer = model.renderer
         if request.needs_thinking and "reasoning" not in renderer.capabilities:
             raise InvalidRequest(f"{model.names[0]} does not support thinking.", param="think")
+        if request.raw_prompt is not None and request.raw_suffix is not None:
+            room = fim_room(model, request.max_tokens, request.max_context)
+            return fim_prompts(model).prompts([request.raw_prompt], request.raw_suffix, room=room)
         if request.raw_prompt is not None:
             return [Prompt.of_text(renderer.encode(request.raw_prompt, check_length=check_length))]
         render = super().tokenize_prompts
@@ -163,7 +168,7 @@ class OllamaGenerate(OllamaEndpoint[OllamaGenerateRequest]):
         return generate_prompt(body, served_name(self._router, body.model))
 
     def writer(self, body: OllamaGenerateRequest, model: str) -> OllamaWriter:
-        return OllamaGenerateWriter(body.model, raw=bool(body.raw))
+        return OllamaGenerateWriter(body.model, raw=bool(body.raw or body.suffix))
 
     def empty_answer(self, **fields: Any) -> OllamaGenerateAnswer:
         return OllamaGenerateAnswer(response="", **fields)

@@ -175,7 +175,7 @@ def shown_model(router: Router, model_id: str, adapter: AdapterRef | None = None
     return OllamaShown(
         modelfile=f"FROM {model_id}\n" + (f"ADAPTER {adapter.name}\n" if adapter else ""),
         parameters=parameters,
-        template=(renderer or files).chat_template,
+        template=(renderer or files).chat_template + _fim_template(router, model_id),
         details=_details(router, model_id, adapter),
         model_info=dict(_model_info(router, model_id)),
         capabilities=_capabilities(router, model_id),
@@ -194,8 +194,25 @@ def _capabilities(router: Router, model_id: str) -> list[str]:
         own = files.capabilities
         if configured := router.supervised.models.get(model_id):
             own += ["vision"] * configured.takes_images
-            own += ["insert"] * files.can_insert(configured.fim_layout)
+            own += ["insert"] * (files.fim_layout(configured.fim_layout) is not None)
     return ["completion", *(_CAPABILITIES[name] for name in own if name in _CAPABILITIES)]
+
+
+def _fim_template(router: Router, model_id: str) -> str:
+    """Return the layout of prompts for fill-in-the-middle as a comment in Jinja, if there is one:
+    Continue takes a template that mentions ``.Suffix`` for a sign of it."""
+    model = router.registry.models.get(model_id)
+    configured = router.supervised.models.get(model_id)
+    layout = None
+    if model is not None and model.renderer is not None:
+        fim = model.renderer.fim
+        layout = None if fim is None else fim.layout
+    elif configured is not None:
+        layout = router.supervised.files(model_id).fim_layout(configured.fim_layout)
+    if layout is None:
+        return ""
+    text = layout.text.replace("{prefix}", "{{ .Prompt }}").replace("{suffix}", "{{ .Suffix }}")
+    return f"{{# fill-in-the-middle: {text} #}}"
 
 
 def _digest(model_id: str, model: ModelReplicas | None, adapter: AdapterRef | None = None) -> str:

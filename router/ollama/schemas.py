@@ -142,12 +142,14 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     may_have_images = True
 
     prompt: str = ""
+    suffix: Annotated[
+        str | None, Meta(description="The text after the answer, for models that can insert.")
+    ] = None
     system: str | None = None
     raw: bool | None = None
     images: Annotated[list[str], Meta(max_length=MAX_IMAGES)] | None = None
     context: Annotated[list[TokenId], Meta(max_length=2**20)] | None = None
 
-    suffix: Annotated[Any, refused("")] = None
     template: Annotated[Any, refused("", advice="Use '--chat-template', or 'raw'.")] = None
 
     @property
@@ -156,13 +158,16 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        return not self.prompt
+        return not self.prompt and not self.suffix
 
     def check(self) -> None:
         super().check()
+        plain = "raw" if self.raw else "suffix" if self.suffix else None
         for name in ("system", "context", "images"):
-            if self.raw and getattr(self, name):
-                raise InvalidRequest(f"'raw' cannot be combined with '{name}'.", param=name)
+            if plain and getattr(self, name):
+                raise InvalidRequest(f"'{plain}' cannot be combined with '{name}'.", param=name)
+        if self.raw and self.suffix:
+            raise InvalidRequest("'raw' cannot be combined with 'suffix'.", param="suffix")
 
 
 class OllamaEmbedRequest(OllamaModelUse, frozen=True, kw_only=True):

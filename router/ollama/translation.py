@@ -42,6 +42,8 @@ class OllamaPrompt(ChatRequest, frozen=True, kw_only=True):
     """Whether it is an error if the model cannot reason."""
     raw_prompt: str | None = None
     """A prompt used without a template, instead of ``messages``."""
+    raw_suffix: str | None = None
+    """The text after the answer to ``raw_prompt``."""
     earlier_tokens: tuple[int, ...] = ()
     """The tokens that the prompt continues."""
 
@@ -84,7 +86,8 @@ def generate_prompt(body: OllamaGenerateRequest, model: str) -> OllamaPrompt:
         OllamaPrompt(
             **_fields(body, model),
             messages=[*messages, ChatMessage("user", content)],
-            raw_prompt=body.prompt if body.raw else None,
+            raw_prompt=body.prompt if body.raw or body.suffix else None,
+            raw_suffix=body.suffix or None,
             earlier_tokens=tuple(body.context or ()),
         )
     )

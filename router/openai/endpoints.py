@@ -17,6 +17,7 @@ from router.errors import ApiError, InvalidValue
 from router.fleet.engines.engine import Model
 from router.fleet.router import Router
 from router.generation.sampling import fim_room
+from router.openai.fim import FimCompletions
 from router.openai.writer import DONE, ChatCompletionWriter, TextCompletionWriter
 from router.schemas.completions import ChatCompletion, ChatCompletionChunk, TextCompletion
 from router.schemas.conversation import TEXT_PARTS, ChatMessage, ContentPart
@@ -26,10 +27,14 @@ from router.tokens.tokenization_cache import LengthCheck
 
 
 def operations(router: Router) -> list[Operation]:
-    chat, text = ChatCompletions(router), Completions(router)
+    chat, text, fim = ChatCompletions(router), Completions(router), FimCompletions(router)
     return [
         generation_operation("/v1/chat/completions", chat, "Answer a conversation", "OpenAI"),
         generation_operation("/v1/completions", text, "Continue a text", "OpenAI"),
+        *(
+            generation_operation(path, fim, "Fill a gap in a text", "Mistral")
+            for path in ("/v1/fim/completions", "/fim/completions")
+        ),
     ]
 
 

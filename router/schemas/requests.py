@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -22,6 +22,7 @@ from router.schemas.conversation import (
     image_chars,
     prompt_ending,
 )
+from router.schemas.other_servers import Seed
 from router.schemas.sampling import SamplingRequest
 
 MAX_STOP_STRINGS = 16
@@ -64,6 +65,8 @@ class Reasoning(Struct, frozen=True, kw_only=True):
 
 class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     """Fields of chat and text completions."""
+
+    may_be_empty: ClassVar[bool] = False  # whether an answer may have 0 tokens
 
     stream_options: StreamOptions | None = None
     return_progress: Annotated[
@@ -120,7 +123,7 @@ class GenerationRequest(SamplingRequest, frozen=True, kw_only=True):
     def check(self) -> None:
         _ = self.grammar, self.repetition  # raise if one of their fields is invalid
         for name in ("max_tokens", "max_completion_tokens"):
-            if getattr(self, name, None) == 0:
+            if getattr(self, name, None) == 0 and not self.may_be_empty:
                 raise InvalidValue(f"'{name}' must be at least 1.", param=name)
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
@@ -389,3 +392,15 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         if kinds == {int}:
             return [[item for item in self.prompt if isinstance(item, int)]]
         return [item for item in self.prompt if not isinstance(item, int)]
+
+
+class FimRequest(GenerationRequest, frozen=True, kw_only=True):
+    """The text before and after a gap, as Mistral's clients send it."""
+
+    prompt: str
+    suffix: str | None = None
+    random_seed: Annotated[Seed | None, other_name("seed")] = None
+
+    @property
+    def continues_prompt(self) -> bool:
+        return True

@@ -118,6 +118,8 @@ class FimLayout(NamedTuple):
 
     family: FimFamily
     """Its ``layout`` may differ."""
+    text: str
+    """In the notation of `FimFamily.layout`."""
     tokens: tuple[int, int, int | None]
     """Those before, between and after the two texts."""
     suffix_first: bool
@@ -166,6 +168,7 @@ def _with_ids(family: FimFamily, layout: str, added_tokens: Mapping[str, int]) -
     mentioned = {*names, *further, *family.ends} & added_tokens.keys()
     return FimLayout(
         family,
+        layout,
         (before, between, after[0] if after else None),
         suffix_first=match[2] == "suffix",
         ids={name: added_tokens[name] for name in mentioned},

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from router.tokens.vocabulary import Vocabulary
 from tests.conftest import eventually as eventually
 from tests.router.chat_tokenizer import write_chat_tokenizer
+from tests.router.fim_tokenizer import write_fim_tokenizer
 from tests.router.router_process import RouterProcess
 from tests.router.scripted_engine import ScriptedEngine
 from tests.router.tiny_tokenizer import write_tokenizer
@@ -225,6 +226,13 @@ def chat_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     write_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def fim_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("fim-model")
+    write_fim_tokenizer(directory)
     return directory
 
 

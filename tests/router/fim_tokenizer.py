@@ -6,12 +6,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer
 
+from tests.fim_tokens import FIM
 from tests.router.chat_tokenizer import write_chat_tokenizer
-
-FIM = (
-    *("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
-    *("<|repo_name|>", "<|file_sep|>"),
-)
 
 
 def write_fim_tokenizer(directory: Path) -> Tokenizer:

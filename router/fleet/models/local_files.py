@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from router.tokens.fim import find_layout
+from router.tokens.fim import FimLayout, find_layout
 from shared.model_config import stated_context
 
 _MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -33,10 +33,10 @@ class LocalFiles(NamedTuple):
         }
         return [name for name, is_likely in found.items() if is_likely]
 
-    def can_insert(self, fim_layout: str) -> bool:
-        """Return whether it has fill-in-the-middle, with this value of ``--fim-layout``."""
+    def fim_layout(self, setting: str) -> FimLayout | None:
+        """Return the layout of prompts for fill-in-the-middle, with this ``--fim-layout``."""
         model_type = str(self.config.get("model_type", ""))
-        return find_layout(fim_layout, model_type, self.added_tokens) is not None
+        return find_layout(setting, model_type, self.added_tokens)
 
     @property
     def context_length(self) -> int | None:

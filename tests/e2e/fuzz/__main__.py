@@ -19,7 +19,7 @@ from tests.e2e.fuzz.agents import fuzz_agents
 from tests.e2e.fuzz.framing import fuzz_framing
 from tests.e2e.server import Server, serving
 from tests.text_models import make_text_model
-from tests.tiny_models import make_tiny
+from tests.tiny_models import make_inserting
 
 KEY = "fuzz-key"
 FLAGS = (
@@ -39,7 +39,7 @@ def models_file(directory: Path) -> Path:
     """Write tiny models that generate, embed and rank, and return the file that names them. A
     request that names none goes to the one that it is for."""
     paths = {
-        "model": make_tiny("llama", directory / "model"),
+        "model": make_inserting(directory / "model"),
         "embedder": make_text_model("bert", directory / "embedder"),
         "ranker": make_text_model("xlm_roberta_reranker", directory / "ranker"),
     }

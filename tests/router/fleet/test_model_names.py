@@ -63,11 +63,14 @@ def test_files_tell_whether_a_model_can_insert(
     router.on_supervisor_message({"models": {"me/b": entry, "unset": unset}})
     asyncio.run(router.supervised.read_files())
     assert shown_model(router, "me/b").capabilities == ["completion", "insert"]
+    layout = "<fim_prefix>{{ .Prompt }}<fim_suffix>{{ .Suffix }}<fim_middle>"
+    assert layout in shown_model(router, "me/b").template
     assert shown_model(router, "unset").capabilities == ["completion"]
+    assert not shown_model(router, "unset").template
     for broken in ('{"added_tokens_decoder": {"x": {"content": 5}}}', "[", '{"added_tokens": 5}'):
         for name in ("tokenizer_config.json", "tokenizer.json"):
             (tmp_path / name).write_text(broken)
-        assert not read_local_files(str(tmp_path)).can_insert("auto")
+        assert read_local_files(str(tmp_path)).fim_layout("auto") is None
 
 
 def test_the_files_of_a_model_describe_it_before_its_first_load(

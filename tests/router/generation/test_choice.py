@@ -11,6 +11,7 @@ from router.fleet.sequences.remote_sequence import RemoteSequence
 from router.fleet.tenants.tenant import EVERYBODY
 from router.generation.choice import Choice, OutputDelta
 from router.tokens.detokenizer import IncrementalDetokenizer
+from router.tokens.image_prompts import Prompt
 from router.tokens.logprobs import TokenAligner
 from router.tokens.reply_parser import PlainReplyParser
 from router.tokens.vocabulary import Vocabulary
@@ -46,7 +47,7 @@ def choice_of(
         aligner=aligner,
         echo=None,
         reports_progress=False,
-        prompt_text_tokens=[1],
+        prompt=Prompt.of_text([1]),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,11 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from router.schemas.body import refusals
 from router.schemas.requests import ChatRequest
 from tests.router.conftest import Server, StartServer, ok
+
+
+@pytest.fixture(scope="module")
+def model_dir(fim_model_dir: Path) -> Path:
+    return fim_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +81,9 @@ def test_errors_are_described(document: dict[str, Any], server: Server) -> None:
         check(document, operation, server.client.post(path, json={}))
 
 
-@pytest.mark.parametrize("name", ["chat/completions", "completions", "messages", "responses"])
+@pytest.mark.parametrize(
+    "name", ["chat/completions", "completions", "fim/completions", "messages", "responses"]
+)
 def test_events_are_as_described(name: str, document: dict[str, Any], served: Server) -> None:
     path = f"/v1/{name}"
     operation = document["paths"][path]["post"]

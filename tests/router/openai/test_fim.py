@@ -1,4 +1,4 @@
-"""Fill-in-the-middle in OpenAI's form: ``suffix`` in text completions."""
+"""Fill-in-the-middle in OpenAI's form, ``suffix`` in text completions, and in Mistral's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shared.wire import Submit
+from tests.fim_tokens import FIM
 from tests.router.conftest import Server, StartServer, error_of, events, ok
-from tests.router.fim_tokenizer import FIM, write_fim_tokenizer
 from tests.router.scripted_engine import ScriptedEngine
 from tests.router.tiny_tokenizer import CONTEXT
 
@@ -19,10 +19,8 @@ WHOLE = "<|fim_prefix|>def f(<|fim_suffix|>):\n<|fim_middle|>"
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("fim-model")
-    write_fim_tokenizer(directory)
-    return directory
+def model_dir(fim_model_dir: Path) -> Path:
+    return fim_model_dir
 
 
 def ids_of(engine: ScriptedEngine, *texts: str) -> list[int]:
@@ -141,3 +139,64 @@ def test_the_layout_can_be_set(layout: str, prompt: str | None, start_server: St
     else:
         ok(answer)
         assert engine.last_prompt == prompt
+
+
+@pytest.mark.parametrize("path", ["/v1/fim/completions", "/fim/completions"])
+def test_mistrals_answers_are_chat_completions(
+    path: str, server: Server, engine: ScriptedEngine
+) -> None:
+    fields: dict[str, Any] = {"random_seed": 7, "temperature": 0.5, "min_tokens": 1}
+    answer = ok(server.post(path, model="tiny", **GAP, **fields))
+    assert engine.last_prompt == WHOLE
+    body = answer.json()
+    assert body["object"] == "chat.completion" and body["usage"]["completion_tokens"] == 5
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == "hello world" and choice["finish_reason"] == "stop"
+    submit = engine.got(Submit)[-1]
+    assert (submit.sampling.seed, submit.sampling.temperature, submit.min_tokens) == (7, 0.5, 1)
+    assert answer.headers["x-seed"] == "7"
+    assert {*submit.stop_token_ids} >= {*ids_of(engine, *FIM)}
+
+
+def test_every_chunk_of_mistrals_has_content(server: Server, engine: ScriptedEngine) -> None:
+    for include in (False, True):
+        options = {"stream": True, "stream_options": {"include_usage": include}}
+        chunks = events(ok(server.post("/v1/fim/completions", **GAP, **options)).text)
+        last = chunks.pop() if include else chunks[-1]
+        assert last["usage"]["completion_tokens"] == 5
+        contents = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
+        assert "".join(contents) == "hello world"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+        assert chunks[-1]["usage"]["prompt_tokens"] == len(engine.got(Submit)[-1].token_ids)
+        assert all(not chunk.get("usage") for chunk in chunks[:-1])
+
+
+def test_a_gap_of_mistrals_may_have_nothing_around_it(
+    server: Server, engine: ScriptedEngine
+) -> None:
+    for suffix in ("", None):
+        ok(server.post("/v1/fim/completions", prompt="", suffix=suffix))
+        assert engine.last_prompt == "<|fim_prefix|><|fim_suffix|><|fim_middle|>"
+    engine.says(" x")
+    (choice,) = ok(server.post("/v1/fim/completions", **GAP)).json()["choices"]
+    assert choice["message"]["content"] == " x"
+
+
+def test_errors_of_mistrals_gaps_are_named(
+    server: Server, engine: ScriptedEngine, start_server: StartServer, plain_model_dir: Path
+) -> None:
+    for fields, param in (
+        ({"suffix": "x"}, "prompt"),
+        ({"prompt": ["x"]}, "prompt"),
+        ({"prompt": "x", "suffix": 5}, "suffix"),
+        ({"prompt": "x", "random_seed": "x"}, "random_seed"),
+        ({"prompt": "x", "random_seed": 1, "seed": 2}, "random_seed"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "x", "stop": [5]}, "stop[...]"),
+    ):
+        found = error_of(server.post("/v1/fim/completions", **fields))["param"]
+        assert found == param or found.startswith("stop"), fields
+    other = start_server(*FLAGS)
+    other.join("hello", directory=plain_model_dir)
+    error = error_of(other.post("/v1/fim/completions", **GAP))
+    assert (error["param"], error["code"]) == ("model", "unsupported_parameter")

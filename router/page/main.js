@@ -1,12 +1,13 @@
-// Entry point of the page: the two views, the keys, the feed.
+// Entry point of the page: the views, the keys, the feed.
 
 import { startChat, showChat } from "./chat.js";
+import { startDecide } from "./decide.js";
 import { byId } from "./dom.js";
 import { Feed } from "./feed.js";
 import { startKeys } from "./keys.js";
 import { StatusView } from "./status.js";
 
-const VIEWS = ["status", "chat"];
+const VIEWS = ["status", "chat", "decide"];
 
 function show(name) {
   for (const view of VIEWS) {
@@ -38,5 +39,6 @@ function startTabs() {
 
 startKeys();
 startChat();
+startDecide();
 startTabs();
 new Feed(new StatusView()).run();

@@ -23,6 +23,8 @@ from tests.clients.environments import SCENARIOS as SCRIPTS  # noqa: E402
 from tests.clients.environments import command_for  # noqa: E402
 from tests.clients.matrix import (  # noqa: E402
     CLIENTS,
+    DECISION_CLIENTS,
+    DECISION_SCENARIOS,
     EMBEDDING_CLIENTS,
     EMBEDDING_SCENARIOS,
     SCENARIOS,
@@ -63,6 +65,7 @@ def main() -> int:
         model = _model(options.model, Path(private))
         rows, tested = _try_chats(root, Path(private), model, options.only)
         embedding = _try_embeddings(root, Path(private), model, options.only)
+        decisions = _try_decisions(root, model, options.only)
     tables = {}
     if rows:
         tables["clients"] = _table("clients", rows, CLIENTS, SCENARIOS, options.write)
@@ -72,10 +75,15 @@ def main() -> int:
         tables["embeddings"] = _table(
             "embeddings", embedding, EMBEDDING_CLIENTS, EMBEDDING_SCENARIOS, options.write
         )
+    if decisions:
+        tables["decisions"] = _table(
+            "decisions", decisions, DECISION_CLIENTS, DECISION_SCENARIOS, options.write
+        )
     print("\n".join(tables.values()))
     if options.write is not None:
         write_tables(options.write, tables)
-    cells = [*tested.values(), *(c for row in (*rows, *embedding) for c in row.cells.values())]
+    all_rows = (*rows, *embedding, *decisions)
+    cells = [*tested.values(), *(cell for row in all_rows for cell in row.cells.values())]
     return 1 if any(cell.result == "fail" for cell in cells) else 0
 
 
@@ -148,6 +156,16 @@ def _try_embeddings(root: Path, private: Path, model: Path, only: str) -> list[R
             for client in clients
             for row in _try([client], root, server, config, EMBEDDING_SCENARIOS)
         ]
+
+
+def _try_decisions(root: Path, model: Path, only: str) -> list[Row]:
+    """Run the clients that ask typed questions against a server with ``model``."""
+    clients = _chosen(DECISION_CLIENTS, only)
+    if not clients:
+        return []
+    with serving(model, "--served-model-name", SERVED, "--api-key", KEY, "--no-ssd") as server:
+        found = [_try([client], root, server, model, DECISION_SCENARIOS) for client in clients]
+    return [row for rows in found for row in rows]
 
 
 def write_config(private: Path) -> Path:

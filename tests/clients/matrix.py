@@ -104,6 +104,21 @@ EMBEDDING_CLIENTS = (
 )
 """Those that ask for vectors and rankings, which other models make."""
 
+DECISION_SCENARIOS = ("decide", "models", "errors")
+DECISION_CLIENTS = (
+    Client("openai (Python)", _OPENAI, "decisions/openai_decisions.py", "/v1/decisions"),
+    Client(
+        *("typesafe-sdk (Python)", "typesafe-sdk==0.7.5"),
+        *("decisions/typesafe_decisions.py", "/v1/systemone"),
+    ),
+    Client(
+        *("@typesafe-ai/sdk (Node)", "@typesafe-ai/sdk@0.6.0"),
+        *("typesafe_decisions.mjs", "/v1/systemone"),
+    ),
+    Client("Vercel's AI SDK 7", _AI_SDKS["7"], "ai_sdk_decisions.mjs", "/v1/decisions"),
+)
+"""Those that ask typed questions."""
+
 STANDARD_TESTS = Client(
     "langchain-tests",
     f"langchain-tests==1.1.9 {_LANGCHAIN} pytest==9.2.0",

@@ -48,6 +48,11 @@ def test_python_clients_work(server: Server, script: str) -> None:
     check_all(server, sys.executable, str(SCENARIOS / script))
 
 
+def test_a_client_decides(server: Server) -> None:
+    script = str(SCENARIOS / "decisions" / "openai_decisions.py")
+    check_all(server, sys.executable, script, "decide", "errors")
+
+
 def test_a_client_embeds(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:

@@ -111,6 +111,24 @@ def generating(server: Server) -> Iterator[None]:
         yield
 
 
+def test_questions_are_answered_with_their_probabilities(open_page: Callable[..., Any]) -> None:
+    page = open_page()
+    page.get_by_role("tab", name="Decide").click()
+    page.get_by_role("button", name="Decide").click()
+    page.get_by_role("alert").filter(has_text="there must be 1 to 400").wait_for()
+    page.get_by_label("Text", exact=True).fill("Charged twice.")
+    page.get_by_label("Question", exact=True).fill("Is the writer angry?")
+    page.get_by_role("button", name="Add question").click()
+    page.get_by_label("Question", exact=True).last.fill("Who handles it?")
+    page.get_by_label("Kind").last.select_option("choice")
+    page.get_by_label("Options").last.fill("billing, shipping")
+    page.get_by_role("button", name="Decide").click()
+    page.get_by_text("confidence").wait_for()
+    first, second = (each.inner_text().split() for each in page.locator("output").all())
+    assert first[0] == "yes" and abs(float(first[1]) + float(first[3]) - 1) < 0.002
+    assert (second[0], second[2]) == ("billing", "shipping")
+
+
 def test_it_asks_for_keys_and_keeps_them_in_the_tab(open_page: Callable[..., Any]) -> None:
     page = open_page(keys=False)
     page.get_by_role("button", name="Enter a key").click()

@@ -34,6 +34,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 EXPECTED_OUTPUT = {  # regular expressions
     "anthropic_messages.py": r"capital of France is Paris\.\n\(end_turn, \d+ tokens in, \d+ out\)",
     "curl.sh": r'(?s)"id":"demo".*capital of France is Paris\..*"content":" Paris".*data: \[DONE\]',
+    "decisions.py": r"angry: 0\.\d+\nteam: \w+ \(.+\)\nurgency: .+\n\(\d+ tokens read, 0 ",
     "openai_chat.py": r"(?s)is Paris\.\n.*known for\?\n.+\n\(\d+ prompt tokens, [1-9]\d* of them",
     "structured_output.py": r"City\(name='.+', country='.+'\)\nIn Europe: (yes|no|unknown)\n",
     "tools.py": r'weather\(\{"city": "(Paris|Rome)"\}\) -> (sunny|rainy), .+\n.+',

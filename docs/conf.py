@@ -31,8 +31,8 @@ html_show_copyright = False
 html_favicon = "../router/page/icon.svg"
 
 PAGES = {
-    "Using": "docs/commands docs/api docs/decisions docs/embeddings docs/adapters docs/ollama docs/batches"
-    " docs/page docs/configuration"
+    "Using": "docs/commands docs/api docs/decisions docs/embeddings docs/adapters docs/ollama"
+    " docs/batches docs/page docs/configuration"
     " docs/operations"
     " docs/metrics docs/security docs/clients docs/agents docs/editors docs/templates"
     " examples/README",

@@ -76,9 +76,7 @@ async def decide(http: Request) -> Response:
         "questions": len(task.questions),
     }
     answer = _answer(body, task, decided, body.model or model.names[0], state.path)
-    response = await router.work.run_large(tenant.share, lambda: json_response(answer), size)
-    response.headers["x-typesafe-request-id"] = state.request_id
-    return response
+    return await router.work.run_large(tenant.share, lambda: json_response(answer), size)
 
 
 def _check_task(model: Model) -> None:

@@ -16,7 +16,7 @@ from router.decisions.questions import MAX_QUESTIONS
 from router.errors import ErrorInfo, InvalidRequest
 from router.responses.schemas import InputItem
 from router.schemas.body import RequestBody, refused
-from router.schemas.sampling import Salt
+from router.schemas.other_servers import Salt
 
 _NO_REASONING = "The answer is read at the first token, so that the model cannot reason before it."
 

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.anthropic.errors import is_anthropic_path
+from router.decisions.errors import is_decisions_path
 from router.errors import ApiError, ClientDisconnected, HostForbidden, InternalError, NotFound
 from router.fleet.metrics.loop_lag import LoopLag
 from router.fleet.metrics.prometheus import Metrics
@@ -86,6 +87,8 @@ class RequestMiddleware:
                 headers["x-request-id"] = request_id
                 if is_anthropic_path(path):
                     headers["request-id"] = request_id
+                if is_decisions_path(path):
+                    headers["x-typesafe-request-id"] = request_id
                 if traceparent := scope["state"].get("traceparent"):
                     headers["traceparent"] = traceparent
                 for name, value in limits_left.items():

@@ -168,7 +168,7 @@ def test_mlx_vlms_types_are_answered_in_its_form(server: Server, engine: Scripte
         if '"money"' in engine.tokenizer.decode(submit.token_ids)
         else [math.log(0.2), math.log(0.6), math.log(0.2)][: len(submit.logprob_token_ids)]
     )
-    tags = {"type": "multi_label", "instructions": "Tags?", "criteria": ["money", "mud"]}
+    tags: dict[str, Any] = {"type": "multi_label", "instructions": "Tags?", "criteria": ["money", "mud"]}
     questions = {"tags": tags, "yes": {"type": "bool", "instructions": "No?"}, "team": TEAM}
     answers = ok(ask(server, questions, path="/v1/decisions")).json()["answers"]
     assert answers["tags"]["value"] == ["money"]
@@ -322,6 +322,7 @@ def test_invalid_questions_by_id_are_named_in_both_forms(
 ) -> None:
     answer = server.post("/v1/systemone", **body)
     error = error_of(answer, 422)
+    assert answer.headers["x-typesafe-request-id"] == answer.headers["x-request-id"]
     assert error["param"] == param
     (detail,) = answer.json()["detail"]
     assert ".".join(detail["loc"]) == f"body.{param}" and detail["msg"] == error["message"]
@@ -536,7 +537,7 @@ def test_requests_count_as_those_of_chats_do(start_server: StartServer, tmp_path
     assert server.metric('requests_total{path="/v1/systemone",status="200"} ') == 1
     engine.behaviour.hold_tokens_after = 0
     first = begin(ask, server, {"a": ANGRY})
-    eventually(lambda: engine.running)
+    eventually(lambda: bool(engine.running))
     second = ask(server, {"a": ANGRY})
     assert error_of(second, 429)["code"] == "too_many_concurrent_requests"
     assert second.headers["retry-after"] and second.json()["detail"]

@@ -168,7 +168,11 @@ def test_mlx_vlms_types_are_answered_in_its_form(server: Server, engine: Scripte
         if '"money"' in engine.tokenizer.decode(submit.token_ids)
         else [math.log(0.2), math.log(0.6), math.log(0.2)][: len(submit.logprob_token_ids)]
     )
-    tags: dict[str, Any] = {"type": "multi_label", "instructions": "Tags?", "criteria": ["money", "mud"]}
+    tags: dict[str, Any] = {
+        "type": "multi_label",
+        "instructions": "Tags?",
+        "criteria": ["money", "mud"],
+    }
     questions = {"tags": tags, "yes": {"type": "bool", "instructions": "No?"}, "team": TEAM}
     answers = ok(ask(server, questions, path="/v1/decisions")).json()["answers"]
     assert answers["tags"]["value"] == ["money"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -137,6 +138,9 @@ def test_a_removed_key_is_out_at_once_and_back_when_it_is_allowed_again(
     assert keys.main(["remove", "fickle", curve.flag]) == 0
     eventually(lambda: "fickle.engine-0" not in curve.engines())
     assert "fickle.engine-0 is lost: sent no heartbeat" not in curve.server.log.read_text()
+    for _ in range(20):  # its connection is open, and it says hello to a router that lost it
+        time.sleep(0.1)
+        assert "fickle.engine-0" not in curve.engines()
     curve.allow(key, "--name=fickle")
     curve.wait_for("fickle.engine-0")
 

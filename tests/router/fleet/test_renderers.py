@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from router.fleet.models.renderers import Renderers
-from router.fleet.models.tokenizer_files import TokenizerFileStore
+from router.fleet.models.tokenizer_files import TokenizerFileStore, acceptable_files
 from shared.settings import parse
 from tests.conftest import in_loop
 from tests.router.chat_tokenizer import write_chat_tokenizer
@@ -96,6 +96,15 @@ async def test_a_processors_template_is_used_if_the_tokenizer_has_none(tmp_path:
     assert await template_of("processor", tokenizer_config=without) == "other"
     broken = json.dumps({"chat_template": ["other"]})
     assert await template_of("neither", chat_template=broken) == ""
+
+
+def test_only_listed_names_and_wanted_contents_are_taken_from_an_engine(tmp_path: Path) -> None:
+    """Both names become parts of paths."""
+    offered = {"tokenizer.json": DIGEST, "../config.json": DIGEST, "code.py": DIGEST}
+    assert acceptable_files({**offered, "config.json": "../x"}) == {"tokenizer.json": DIGEST}
+    store = TokenizerFileStore(tmp_path / "files")
+    store.put(b"other", [DIGEST])
+    assert not list((tmp_path / "files").iterdir())
 
 
 def test_a_file_written_in_part_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

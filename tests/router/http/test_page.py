@@ -126,12 +126,22 @@ def test_the_page_loads_its_own_files_and_nothing_else(app_of: AppOf) -> None:
         answer = ok(get(app, path))
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert "require-trusted-types-for 'script'" in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert not re.search(r"https?://(?!www\.w3\.org/)\w|innerHTML|eval\(", answer.text), path
         linked |= {f"/page/{name.removeprefix('./')}" for name in LINK.findall(answer.text)}
     assert linked == PATHS
     assert get(app, "/page/nothing.js").status_code == 401  # as any path that there is not
     assert get(app, "/page/..%2fapp.py", **bearer("sesame")).status_code == 404
+
+
+def test_a_500_has_the_requests_id_and_nothing_of_the_error(app_of: AppOf) -> None:
+    app = app_of()
+    del app.state.router.model_names  # type: ignore[attr-defined]
+    answer = get(app, "/v1/models")
+    assert answer.status_code == 500 and answer.headers["x-request-id"]
+    assert "model_names" not in answer.text and "Traceback" not in answer.text
+    assert answer.json()["error"]["code"] == "internal_error"
 
 
 @pytest.mark.parametrize("path", ["/", "/page/main.js"])

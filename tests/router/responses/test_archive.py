@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -57,6 +58,18 @@ def test_conversations_and_their_order_survive(tmp_path: Path) -> None:
         assert [store.find("k", name).item_ids[0] for name in "cde"] == ["in_3", "in_4", "in_5"]
         assert store.find_turn("k", "in_1") is None
     assert len(list(tmp_path.glob("responses.db"))) == 1
+
+
+def test_what_is_deleted_is_gone_from_a_private_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "archive"
+    with opened(directory) as store:
+        store.put("a", turn(1))
+        store.put("b", turn(2))
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    with opened(directory) as store:
+        store.delete("k", "a")
+    content = b"".join(path.read_bytes() for path in directory.iterdir())
+    assert b"in_2" in content and b"in_1" not in content
 
 
 def test_a_conversation_whose_beginning_was_lost_is_gone_after_a_restart(tmp_path: Path) -> None:

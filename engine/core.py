@@ -30,8 +30,7 @@ from engine.io.thread import IOThread
 from engine.model.errors import FilesChanged
 from engine.plan import StepResult
 from engine.scheduler import Scheduler
-from engine.vision.intake import take_pictures
-from engine.vision.pixels import PixelStore
+from engine.vision.pixels import PixelStore, take_pictures
 from shared import wire
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,7 @@ from engine.adapters.layers import applied
 from engine.adapters.places import AdapterStore
 from engine.backend.patching import patch
 from engine.batch.axes import Axes
-from engine.batch.embeddings import GivenEmbedding
-from engine.batch.given import Given
+from engine.batch.given import Given, GivenEmbedding
 from engine.batch.layered import LayeredPass
 from engine.cache.layout import AttentionLayout, KVNode, Layout, Node, StateNode
 from engine.cache.pages import Pages

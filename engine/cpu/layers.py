@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -140,16 +140,13 @@ def chosen_precisions(
             together[name.rpartition(".")[0]].append(name)
     left = int(FP32_SHARE * memory_bytes)
     found: dict[str, Precision] = dict.fromkeys(quantized, "compact")
-    for names in sorted(together.values(), key=lambda names: _has_experts(quantized, names)):
+    experts = {name for name, each in quantized.items() if type(each) is QuantizedSwitchLinear}
+    for names in sorted(together.values(), key=lambda names: not experts.isdisjoint(names)):
         size = sum(_packed_bytes(quantized[name], "exact") for name in names)
         if size <= left:
             left -= size
             found |= dict.fromkeys(names, "exact")
     return found
-
-
-def _has_experts(modules: Mapping[str, nn.Module], names: Sequence[str]) -> bool:
-    return any(type(modules[name]) is QuantizedSwitchLinear for name in names)
 
 
 class Layers:

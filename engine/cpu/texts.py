@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from mlx import nn
 
 from engine.backend.threads import in_parallel, num_threads
 from engine.batch.ragged import embedding_scale
@@ -261,7 +262,8 @@ def packed_encoder(encoder: Encoder) -> PackedModel:
     used: list[Rotary | None] = []
     for layer in encoder.layers:
         if layer.rope_theta is not None and layer.rope_theta not in turns:
-            turns[layer.rope_theta] = _rotary(layer.rope_theta, dim)
+            rope = nn.RoPE(dim, traditional=False, base=layer.rope_theta)
+            turns[layer.rope_theta] = Rotary(rope, dim)
         used.append(None if layer.rope_theta is None else turns[layer.rope_theta])
     numbers = [None, *range(len(encoder.layers)), None]
     sessions = [
@@ -280,12 +282,6 @@ def packed_encoder(encoder: Encoder) -> PackedModel:
         for layer in encoder.layers
     ]
     return PackedModel(_embedder(encoder), sessions, layers, used)
-
-
-def _rotary(theta: float, dim: int) -> Rotary:
-    from mlx import nn
-
-    return Rotary(nn.RoPE(dim, traditional=False, base=theta), dim)
 
 
 def _embedder(encoder: Encoder) -> Callable[[Sequence[Text]], Array]:

@@ -124,7 +124,8 @@ def _load_decoder(checkpoint: TextCheckpoint) -> Any:
     """Load a decoder of mlx-lm, also one without the layer that makes logits."""
     from mlx_lm.utils import _get_classes, load_config, load_model
 
-    names = {name for file in _weight_files(checkpoint.path) for name in read_header(file)[1]}
+    files = sorted(checkpoint.path.glob("model*.safetensors"))
+    names = {name for file in files for name in read_header(file)[1]}
     headless = not any("lm_head" in name for name in names)
 
     def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
@@ -175,7 +176,3 @@ def _widen(model: nn.Module) -> None:
         )
     )
     mx.eval(model.parameters())
-
-
-def _weight_files(path: Path) -> list[Path]:
-    return sorted(path.glob("model*.safetensors"))

@@ -151,7 +151,7 @@ def _serve(
 def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:
     """Return the error in ``grammar`` and its position; empty if it is valid."""
     try:
-        _try_out(tokenizer, grammar)
+        _walk(compile_grammar(tokenizer, grammar), TRIED_TOKENS)  # some only then become too large
     except GrammarError as error:
         message = str(error)
         where = ""
@@ -159,11 +159,6 @@ def _fault(tokenizer: LLTokenizer, grammar: Grammar) -> str:
             where = locate(tokenizer, grammar.source, message)
         return f"at {where}: {message}" if where else message
     return ""
-
-
-def _try_out(tokenizer: LLTokenizer, grammar: Grammar) -> None:
-    """Compile ``grammar`` and take a few random steps, because some become too large only then."""
-    _walk(compile_grammar(tokenizer, grammar), TRIED_TOKENS)
 
 
 def _is_heavy(tokenizer: LLTokenizer, grammar: Grammar) -> bool:

@@ -22,14 +22,13 @@ def context_length(config: dict[str, Any], model: Any = None) -> int:
     inner = config.get("text_config")
     parts = (config, inner if isinstance(inner, dict) else {})
     own, stretched = size or DEFAULT_CONTEXT_LENGTH, max(map(stretched_context, parts))
-    if stretched > own and model is not None and not _applies_yarn(model):
-        logger.warning("mlx-lm ignores this model's rope_scaling: %d tokens are its context", own)
-        return own
+    if stretched > own and model is not None:
+        modules = (type(module).__name__.lower() for _, module in model.named_modules())
+        if not any("yarn" in name for name in modules):
+            ignored = "mlx-lm ignores this model's rope_scaling: %d tokens are its context"
+            logger.warning(ignored, own)
+            return own
     return max(own, stretched)
-
-
-def _applies_yarn(model: Any) -> bool:
-    return any("yarn" in type(module).__name__.lower() for _, module in model.named_modules())
 
 
 def _usual_context(config: dict[str, Any]) -> int:

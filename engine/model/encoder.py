@@ -131,13 +131,10 @@ def load_encoder(path: Path, config: Mapping[str, Any], dtype: mx.Dtype | None) 
         raise ModelUnavailable(
             f"cannot load the model in {path}: {error.args[0]} is missing"
         ) from None
-    arrays = [a for layer in encoder.layers for part in vars(layer).values() for a in _of(part)]
+    parts = (part for layer in encoder.layers for part in vars(layer).values())
+    arrays = [array for part in parts if isinstance(part, Affine) for array in part]
     mx.eval(arrays, encoder.word, encoder.position, encoder.type, dict(encoder.rest))
     return encoder
-
-
-def _of(part: object) -> list[mx.array]:
-    return [a for a in part if a is not None] if isinstance(part, Affine) else []
 
 
 def _renamed(name: str) -> str:

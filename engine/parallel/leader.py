@@ -36,13 +36,9 @@ class Leader:
     """Files that the other ranks have fetched and rank 0 has dropped since the last plan. Any
     thread may append."""
 
-    def lead(self, executor: Executor) -> LeadingExecutor:
-        """Return an executor whose plans run on all ranks, on this one with ``executor``."""
-        return LeadingExecutor(executor, self)
-
 
 class LeadingExecutor(Executor):
-    """Runs plans on all ranks.
+    """Runs plans on all ranks, on this one with its ``own`` executor.
 
     A step that raises here may have left the others in the middle of a collective, so only a new
     group helps: `reset` raises."""

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from engine.cache.quantization import UNQUANTIZED, Precision, Quantization, fake_quantize
+from engine.cache.quantization import UNQUANTIZED, Precision, fake_quantize
 
 KV_CACHES = (stock.KVCache, stock.ChunkedKVCache, stock.RotatingKVCache)
 
@@ -116,11 +116,9 @@ def make_rounding_cache(model: Any, precision: Precision) -> list[Any]:
 
 
 def _update(update: Any, precision: Precision, *parts: mx.array) -> Any:
-    return update(*(_fake_quantized(part, precision.for_dim(part.shape[-1])) for part in parts))
-
-
-def _fake_quantized(part: mx.array, scheme: Quantization | None) -> mx.array:
-    return part if scheme is None else fake_quantize(part, scheme)
+    schemes = [precision.for_dim(part.shape[-1]) for part in parts]
+    pairs = zip(parts, schemes, strict=True)
+    return update(*(part if how is None else fake_quantize(part, how) for part, how in pairs))
 
 
 def compute_logits(

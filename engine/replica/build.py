@@ -20,7 +20,7 @@ from engine.executor.base import Executor, ExecutorSpec
 from engine.executor.draft_model import DraftModel
 from engine.model.load import LoadedModel
 from engine.parallel.group import RankGroup, RankSampler
-from engine.parallel.leader import Leader
+from engine.parallel.leader import Leader, LeadingExecutor
 from engine.plan import page_tokens
 from engine.proving.choose import choose_executor
 from engine.proving.remembered import AgreedRecord, ProofRecord, Record, code_digest
@@ -111,7 +111,7 @@ def build_replica(
     executor.release_weights(loaded.weight_files)
     _drop_leftovers()
     if leader is not None:
-        executor = leader.lead(executor)
+        executor = LeadingExecutor(executor, leader)
     namespace = _block_namespace(executor, loaded, settings, head, layers)
     config = _scheduler_config(executor.spec, loaded, settings, sizes, slots_bytes, namespace)
     _log_sizes(executor.spec, config, sizes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mlx.utils import tree_flatten
 
@@ -74,7 +73,8 @@ def forecast(path: Path, settings: Settings) -> MemoryForecast:
     layout = probed.with_precision(precision)
     context = served_context(model, context_length(config, model), settings.max_kv_size)
     spec = spec_of(model, layout, batch_class, page_tokens(settings.block_size), guesses=False)
-    return _of(_bytes(model) + packed, spec, context, settings, own)
+    weights_bytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    return _of(weights_bytes + packed, spec, context, settings, own)
 
 
 def _of(
@@ -104,7 +104,3 @@ def _of(
             namespace=b"",
         ),
     )
-
-
-def _bytes(model: Any) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))

@@ -9,8 +9,7 @@ import mlx.core as mx
 
 from engine import device
 from engine.batch.axes import take_axes
-from engine.batch.embeddings import take_embeddings
-from engine.batch.features import take_features
+from engine.batch.given import take_embeddings, take_features
 from engine.batch.ragged import embedding_of
 from engine.executor.base import Executor
 from engine.executor.batched import BatchedExecutor

@@ -103,11 +103,9 @@ class StepMeter:
                 self._pictures.observe(stretch.size_bytes, elapsed_s)
             self._counters.encode_seconds += elapsed_s
             self._counters.encoded_images += stretch.is_last
-        elif learns and stretch.share and not stretch.scored and not _is_cold(stretch):
+            return
+        is_cold = stretch.begins and stretch.share <= MAX_FIRST_SHARE
+        if learns and stretch.share and not stretch.scored and not is_cold:
             self._chunk_policy.observe_chunks(
                 stretch.sizes, elapsed_s, share=stretch.share, beside_decodes=rows > 0
             )
-
-
-def _is_cold(stretch: PlannedStretch) -> bool:
-    return stretch.begins and stretch.share <= MAX_FIRST_SHARE

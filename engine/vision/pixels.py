@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
+from shared import wire
 from shared.wire import ArraySpec, Submit
 
 RequestKey = tuple[str, int]
@@ -105,6 +106,31 @@ class PixelStore:
     @property
     def is_empty(self) -> bool:
         return not self._holders
+
+
+def take_pictures(
+    request: wire.Submit, frames: Sequence[bytes], pixels: PixelStore | None
+) -> wire.Submit | wire.Refused:
+    """Store the ``frames`` of ``request`` in ``pixels``. Return the request with what its arrays
+    say, or why it is refused."""
+
+    def refused(reason: wire.RefusalReason, message: str) -> wire.Refused:
+        return wire.Refused.of(request, reason, message, "images")
+
+    if pixels is None:
+        return refused("unsupported", "this engine does not accept images for this model")
+    try:
+        wire.check_images(request.images, len(request.token_ids), frames)
+    except wire.ImagesWrong as error:
+        return refused("invalid", str(error))
+    try:
+        if not pixels.hold(request, frames):
+            return refused("full", "the engine has no memory left for pictures")
+        return pixels.with_grids(request)
+    except TooLarge as error:
+        return refused("too_large", str(error))
+    except ValueError as error:
+        return refused("invalid", str(error))
 
 
 def _grid(pixels: Pixels, merge: int) -> tuple[int, int, int]:

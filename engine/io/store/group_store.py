@@ -142,7 +142,8 @@ class GroupStore:
         return self._own.store(hash, payload, is_state)
 
     def room(self) -> StoreRoom:
-        rooms = [self._own.room(), *(_room(state) for state in list(self._states.values()))]
+        others = (StoreRoom(each.files, each.size_bytes) for each in list(self._states.values()))
+        rooms = [self._own.room(), *others]
         if not self.is_ready:
             return StoreRoom(0, 0)
         return StoreRoom(min(room.files for room in rooms), min(room.size_bytes for room in rooms))
@@ -272,10 +273,6 @@ class _Question:
 
 def _least(answers: Sequence[int | None]) -> int | None:
     return min(answer or 0 for answer in answers)
-
-
-def _room(state: StoreState) -> StoreRoom:
-    return StoreRoom(state.files, state.size_bytes)
 
 
 def open_channel(

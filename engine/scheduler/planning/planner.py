@@ -537,7 +537,8 @@ class Planner:
         others = [seq for seq in candidates if seq is not first]
         left = self._config.prefill_batch_size
         for seq in (first, *others):
-            is_counted = not _is_short_end(seq)
+            is_short_end = seq.num_computed_tokens > 0 and _tokens_left(seq) <= MAX_END_TOKENS
+            is_counted = not is_short_end
             if is_counted and not left:
                 continue
             if self.passes.of(seq) is not None:
@@ -736,7 +737,3 @@ def _waits_to_end_thinking(seq: Sequence) -> bool:
 
 def _tokens_left(seq: Sequence) -> int:
     return seq.prefill_end - seq.num_computed_tokens
-
-
-def _is_short_end(seq: Sequence) -> bool:
-    return seq.num_computed_tokens > 0 and _tokens_left(seq) <= MAX_END_TOKENS

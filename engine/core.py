@@ -11,7 +11,7 @@ import mlx.core as mx
 import msgspec
 
 from engine.adapters.queue import AdapterRead
-from engine.backend.settling import is_lost_device, takes_too_long
+from engine.backend.device_errors import is_lost_device, takes_too_long
 from engine.executor.base import Executor, is_allocation_failure
 from engine.executor.runner import StepRunner
 from engine.intake import Intake

@@ -135,7 +135,7 @@ def expected_batch_class(layout: Layout) -> type[RaggedBatch]:
 # -- layers of mlx-lm's modules ----------------------------------------------------
 
 
-def tune(model: Any, wanted: CPUPrecision, memory_bytes: int) -> OutsideLayers | None:
+def move_layers(model: Any, wanted: CPUPrecision, memory_bytes: int) -> OutsideLayers | None:
     """Move layers of ``model`` out of MLX on a CPU; None if they stay.
 
     Layers in fp32 stay if the whole model leaves MLX, see `batch_classes`."""
@@ -152,8 +152,8 @@ def tune(model: Any, wanted: CPUPrecision, memory_bytes: int) -> OutsideLayers |
 
 
 def forecast_packed_bytes(model: Any, wanted: CPUPrecision, memory_bytes: int) -> int:
-    """Convert the parts of ``model`` to the types that `tune` uses, and return the bytes of weights
-    packed outside MLX, without reading any: the weights need not be loaded."""
+    """Convert the parts of ``model`` to the types that `move_layers` uses, and return the bytes of
+    weights packed outside MLX, without reading any: the weights need not be loaded."""
     if not uses_host() or host_unusable():
         return 0
     from engine.cpu import layers
@@ -162,7 +162,7 @@ def forecast_packed_bytes(model: Any, wanted: CPUPrecision, memory_bytes: int) -
 
 
 def rounds_activations(model: Any) -> bool:
-    """Return whether layers of ``model`` multiply activations in 8 bits, as chosen by `tune`."""
+    """Return whether layers of ``model`` multiply activations in 8 bits (`move_layers`)."""
     return bool(_fast_layers(model))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from mlx import nn
 
 from engine.adapters.checkpoint import LowRank, Shape
-from engine.backend.settling import compute
+from engine.backend.device_errors import compute
 
 _OF_EXPERTS = re.compile(r"\bexperts\b")
 """Part of the names of layers that exist once per expert (DBRX)."""

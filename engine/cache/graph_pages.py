@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from engine.backend.settling import compute
+from engine.backend.device_errors import compute
 from engine.cache.layout import ArrayLayout, Layout
 from engine.cache.page_format import Bytes, PageFormat, pages_of_heads
 from engine.cache.pages import Pages, StoredKV

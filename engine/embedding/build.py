@@ -13,7 +13,7 @@ from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
 from engine import device
-from engine.backend.settling import compute
+from engine.backend.device_errors import compute
 from engine.embedding.checkpoint import TextCheckpoint, read_checkpoint
 from engine.embedding.heads import (
     Head,
@@ -102,7 +102,7 @@ def _decoder(
     model = _load_decoder(checkpoint)
     if device.uses_host():
         _widen(model)
-    device.tune(model, precision, memory_bytes)
+    device.move_layers(model, precision, memory_bytes)
     if (hidden := int(getattr(model.args, "hidden_size", 0))) <= 0:  # in a part of the config
         raise ModelUnavailable(f"the model in {checkpoint.path} is not supported for {task}")
     if task == "rerank":
@@ -168,7 +168,7 @@ def _prefixed(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
 def _widen(model: nn.Module) -> None:
     """Convert unquantized 16-bit weights to fp32, because a CPU has no fast products with them."""
     if any("scales" in name for name, _ in tree_flatten(model.parameters())):
-        return  # `device.tune` widens existing weights
+        return  # `device.move_layers` widens existing weights
     model.update(
         tree_map(
             lambda w: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w,

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.backend.settling import is_lost_device
+from engine.backend.device_errors import is_lost_device
 from engine.embedding.texts import Job, TextQueue
 from engine.io.inbox import Inbox, InboxMessage, NewRouter, PicturedSubmit
 from engine.io.status import EngineStatus

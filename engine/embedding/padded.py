@@ -12,7 +12,7 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.backend.settling import compute, settle
+from engine.backend.device_errors import compute, raise_late_errors
 from engine.batch.ragged import embedding_scale
 from engine.embedding.heads import Array, States
 from engine.model.encoder import Affine, Encoder, EncoderLayer, Text
@@ -45,7 +45,7 @@ class PaddedModel:
                     compute(next(work))
                 except StopIteration as done:
                     states = np.asarray(done.value.astype(mx.float32))
-                    settle()
+                    raise_late_errors()
                     break
                 yield
             found |= {i: states[row, : len(texts[i])] for row, i in enumerate(numbers)}

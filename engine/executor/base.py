@@ -128,7 +128,7 @@ class Executor(ABC):
 
     def wait(self) -> None:  # noqa: B027  # not abstract: most executors have nothing in flight
         """Wait until nothing is in flight, before something else uses the device
-        (`engine.backend.settling`). Raises as `dispatch` does."""
+        (`engine.backend.device_errors`). Raises as `dispatch` does."""
 
     @abstractmethod
     def reset(self) -> None:

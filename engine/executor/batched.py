@@ -109,7 +109,7 @@ class BatchedExecutor(Executor):
     def dispatch(self, plan: Plan) -> BatchedStep:
         if self._last is not None:
             self._last.finish()
-        started = self._line.begin(self._last is not None and self._last.goes_on_in(plan))
+        started = self._line.begin(self._last is not None and self._last.is_continued_by(plan))
         self._stopwatch.start()
         self._export(plan.exports_first)
         for number in plan.dropped_passes:

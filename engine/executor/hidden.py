@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from engine.backend.settling import compute
+from engine.backend.device_errors import compute
 from engine.batch.ragged import Row
 from engine.plan import Slot
 

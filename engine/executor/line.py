@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.backend.settling import compute
+from engine.backend.device_errors import compute
 from engine.executor.stopwatch import StepClock
 
 LONGEST_PAUSE_S = 0.02

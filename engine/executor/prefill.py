@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from engine.backend.settling import is_device_failure
+from engine.backend.device_errors import is_device_failure
 from engine.batch.given import Given
 from engine.batch.layered import LayeredPass
 from engine.batch.ragged import RaggedBatch, Row

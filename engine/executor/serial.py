@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.adapters.layers import applied
-from engine.backend.settling import compute, is_device_failure, settle
+from engine.backend.device_errors import compute, is_device_failure, raise_late_errors
 from engine.executor.base import Executor, ExecutorSpec, PendingStep, is_allocation_failure
 from engine.plan import Chunk, Decode, Plan, PromptLogprobs, Slot, StepResult
 from engine.sampling.logprobs import target_logprobs
@@ -108,7 +108,7 @@ class SerialExecutor(Executor):
         failed += [(decode.slot, why) for _, why in sampled.failed]
         token: int = sampled.tokens.item()
         logprobs = sampled.logprobs[0].read()[0] if sampled.logprobs else None
-        settle()  # last: what is read before may be wrong if it raises
+        raise_late_errors()  # last: what is read before may be wrong if it raises
         return token, logprobs
 
 

@@ -115,7 +115,7 @@ class BatchedStep(PendingStep):
         self.may_wait = self.ahead and not self.prefill
         self._passes = self.prefill.build()
 
-    def goes_on_in(self, plan: Plan) -> bool:
+    def is_continued_by(self, plan: Plan) -> bool:
         """Return whether ``plan``, the next one, decodes some of the same sequences ahead."""
         if not self.ahead:
             return False

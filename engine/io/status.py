@@ -47,10 +47,10 @@ class StallWatch:
         Work means messages ``waiting`` for the main thread, or accepted requests. Requests whose
         grammars are being compiled do not count, because compiling has its own time limit.
         """
-        self.look(status, waiting, now)
+        self.observe(status, waiting, now)
         return now - self._since
 
-    def look(self, status: EngineStatus, waiting: bool, now: float) -> None:
+    def observe(self, status: EngineStatus, waiting: bool, now: float) -> None:
         """Notice progress, or that there is no work. The time before work arrives is counted,
         unless this is called right before."""
         idle = not waiting and not any(request.accepted for request in status.live)

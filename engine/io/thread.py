@@ -235,7 +235,7 @@ class IOThread(threading.Thread):
 
     def _put(self, item: InboxMessage) -> None:
         """Pass ``item`` to the main thread. If it was idle until now, that time is not a stall."""
-        self._stall.look(self._status, len(self._inbox) > 0, time.monotonic())
+        self._stall.observe(self._status, len(self._inbox) > 0, time.monotonic())
         self._inbox.put(item)
 
     def _on_ping(self, link: RouterLink, ping: wire.Ping) -> None:

@@ -145,7 +145,7 @@ def load(
 def _compute_constants(model: nn.Module) -> None:
     """Compute arrays that are no weights, such as frequencies of rotations: if the first step
     computed them and failed, they would stay wrong."""
-    from engine.backend.settling import compute
+    from engine.backend.device_errors import compute
 
     compute(model)
 

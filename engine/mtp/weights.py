@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.utils import infer_quant_config
 
-from engine.backend.settling import compute
+from engine.backend.device_errors import compute
 from engine.mtp.head import MTPHead
 from engine.mtp.kinds import KINDS, HeadKind
 

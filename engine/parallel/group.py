@@ -38,7 +38,7 @@ class RankGroup:
         except RuntimeError as error:
             raise RankFailed(f"cannot connect the ranks: {error}") from error
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here. The CPU waits: a GPU that waits for seconds, for example
         for a rank that still loads, is stopped by macOS."""
         mx.eval(mx.distributed.all_sum(mx.ones(1), group=self.mlx, stream=mx.cpu))

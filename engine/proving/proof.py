@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.backend.settling import is_device_failure
+from engine.backend.device_errors import is_device_failure
 from engine.batch.ragged import RaggedBatch
 from engine.cache.layout import Layout
 from engine.executor.base import is_allocation_failure

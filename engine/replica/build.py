@@ -81,7 +81,7 @@ def build_replica(
     is set. With several ranks, this one is the ``leader``."""
     own = EngineMemory.of(settings)
     memory.set_limits(own)  # first: freed buffers of loading and proving count as well
-    layers = device.tune(loaded.model, settings.cpu_precision, own.size_bytes)
+    layers = device.move_layers(loaded.model, settings.cpu_precision, own.size_bytes)
     own_record = None if proofs is None else _record(proofs, loaded, settings, layers)
     record: Record | None = own_record
     adapted = adaptable(loaded.model, settings)
@@ -206,7 +206,7 @@ def choose_executor_of(
 
     All ranks of a ``group`` call this once their weights are loaded, and get the same result."""
     if group is not None:
-        group.meet()
+        group.barrier()
     with nullcontext() if group is None else group.same_logits(loaded.model):
         executor, reason, unquantized = choose_executor(
             loaded.model,

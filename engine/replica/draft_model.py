@@ -79,7 +79,9 @@ def _open_executor(
     loaded: LoadedModel, settings: Settings, proofs: Path | None
 ) -> tuple[Executor, int]:
     """Return the executor of the draft model ``loaded``, and the bytes of its weights."""
-    layers = device.tune(loaded.model, settings.cpu_precision, EngineMemory.of(settings).size_bytes)
+    layers = device.move_layers(
+        loaded.model, settings.cpu_precision, EngineMemory.of(settings).size_bytes
+    )
     moved = None if layers is None else layers.names
     block_size = settings.block_size
     record = None

@@ -46,7 +46,7 @@ def with_head(
         head = load_head(loaded.model, files)
         if embed(loaded.model, mx.zeros((1, 1), mx.int32)).dtype == mx.float32:
             head.set_dtype(mx.float32)  # the model may have been widened
-        layers = device.tune(head, settings.cpu_precision, memory_bytes)
+        layers = device.move_layers(head, settings.cpu_precision, memory_bytes)
         layer = _probed(loaded.model, head)
         if layer not in executor.layout.layers:
             raise HeadUnusable("its layer has another kind of keys and values than the model's")

@@ -142,7 +142,7 @@ class GrammarMasker:
         drafts = {place for place, each in enumerate(constrained) if each.is_draft}
         doubtful = set(range(len(constrained))) if are_guesses else drafts
         for place in errors.keys() & doubtful:
-            constrained[place].go_back()
+            constrained[place].forget_failure()
         failed = {place: errors[place] for place in sorted(errors.keys() - doubtful)}
         places = [place for place in range(len(constrained)) if place not in failed]
         bits = bits[places]
@@ -241,7 +241,7 @@ class _ConstrainedRow(NamedTuple):
             raise GrammarError("the executor has lost part of the answer", transient=True)
         return matcher.inner
 
-    def go_back(self) -> None:
+    def forget_failure(self) -> None:
         """Make the matcher forget that it failed at the input."""
         if self.matcher is not None:
             with suppress(GrammarError):  # then it fails again in the next step

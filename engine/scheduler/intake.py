@@ -70,7 +70,9 @@ def make_sequence(
     )
     if config.prefix_cache:
         prompt = tuple(request.token_ids)
-        seq.block_hashes += _prompt_hashes(seq.parent_hash, prompt, seq.block_size, *seq.shown)
+        seq.block_hashes += _prompt_hashes(
+            seq.parent_hash, prompt, seq.block_size, *seq.hashed_pictures
+        )
         seq.parent_hash = seq.block_hashes[-1] if seq.block_hashes else seq.parent_hash
         seq.update_block_hashes()
     return seq

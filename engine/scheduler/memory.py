@@ -68,7 +68,7 @@ class Memory:
         self.gather_bytes = 0  # temporary arrays while passes gather pages
         self.pass_bytes = 0  # activations of passes in progress
         self._largest_pass_bytes = 0
-        self.withdrawn_bytes = 0  # between `withdraw` and `settle`
+        self.withdrawn_bytes = 0  # between `withdraw` and `release_withdrawn`
         self.backlog = StoreBacklog(config)
         self._tried: dict[Sequence, int] = {}
         """The positions for which there was, or was not, room for an unpacked row."""
@@ -408,8 +408,8 @@ class Memory:
         self._evictions.append(snapshot.id)
 
     def withdraw(self, snapshot: Snapshot) -> bool:
-        """Remove ``snapshot`` from its pool, and leave its bytes to `settle`. Return False if it is
-        already gone."""
+        """Remove ``snapshot`` from its pool, and leave its bytes to `release_withdrawn`. Return
+        False if it is already gone."""
         if not self.snapshots.holds(snapshot):
             return False
         self.snapshots.remove(snapshot)
@@ -417,7 +417,7 @@ class Memory:
         self.withdrawn_bytes += self._config.state_bytes
         return True
 
-    def settle(self, snapshot: Snapshot) -> None:
+    def release_withdrawn(self, snapshot: Snapshot) -> None:
         """Release a withdrawn snapshot once its step is done. Executors may have saved it, or only
         those of other ranks, or none."""
         self.withdrawn_bytes -= self._config.state_bytes
@@ -438,7 +438,7 @@ class Memory:
     def forget_stored(self, storable: Storable) -> None:
         """Do not send ``storable`` to the kvstore, also if it is on its way here."""
         self.backlog.discard(storable)
-        self.backlog.lost(storable.id)
+        self.backlog.ignore_export(storable.id)
 
     def on_not_stored(self, block_hash: bytes, *, is_snapshot: bool) -> None:
         """Record that a page or a snapshot sent to the kvstore was not stored."""
@@ -461,7 +461,7 @@ class Memory:
             self.backlog.discard(snapshot)
             self._evictions.append(snapshot.id)
             self.ledger.release(self._config.state_bytes)
-        self.backlog.lose_exported()
+        self.backlog.ignore_exports()
 
     def findable_hashes(self) -> list[bytes]:
         """Return the hashes of the prefixes from which sequences may start, for the router. If
@@ -485,7 +485,7 @@ class Memory:
         for page in self.unfixed:
             page.passes -= 1
         self.pages.fixed -= {page for page in self.unfixed if not page.passes}
-        moved = self.pages.settle()
+        moved = self.pages.compact()
         pages = {page for page, _ in moved}
         for seq in self.holders if pages else ():
             first = next((n for n, page in enumerate(seq.pages) if page in pages), None)
@@ -648,7 +648,7 @@ class Memory:
         wanted = waited or (self._evicting_exports and not storable.stored and named)
         if not wanted or not self.backlog.has_room_for_evicted(storable):
             return False
-        self.backlog.exporting([storable])
+        self.backlog.begin_exports([storable])
         self._exported_names.append(storable.name)
         return True
 

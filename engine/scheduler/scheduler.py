@@ -463,7 +463,7 @@ class Scheduler:
         reasons = self._drop_failed_pictures(result)
         reasons |= {step.by_slot[slot]: why for slot, why in result.failed}
         for snapshot in step.invalid:
-            self.memory.settle(snapshot)
+            self.memory.release_withdrawn(snapshot)
         failed = reasons.keys() - step.discarded
         for seq in failed:
             passes.leave(seq, step.pass_number)
@@ -507,9 +507,9 @@ class Scheduler:
             for snapshot in reversed(snapshots):
                 self.memory.snapshots.unpin(snapshot)
         for snapshot_id in missing:
-            self.memory.backlog.lost(snapshot_id)
+            self.memory.backlog.ignore_export(snapshot_id)
         for block_id, payload in result.exported:
-            store = self.memory.backlog.came_back(block_id, payload)
+            store = self.memory.backlog.take_exported(block_id, payload)
             if store is not None:
                 self._outputs.stores.append(store)
 
@@ -535,7 +535,7 @@ def discard_failed(
             memory.forget_stored(content)
         for snapshot in step.saved.pop(seq, ()):
             if memory.withdraw(snapshot):
-                memory.settle(snapshot)
+                memory.release_withdrawn(snapshot)
             bad_snapshots.add(snapshot)
     sharing: set[Sequence] = set()
     if later is not None:

@@ -81,10 +81,10 @@ class StepMeter:
 
     def _measure_ends(self, step: InFlightStep, elapsed_s: float) -> None:
         """Divide the time of a decode between its rows and the ends of prompts."""
-        if step.ends_owing_s is not None:
-            of_ends_s = min(step.ends_owing_s, elapsed_s)
+        if step.ends_charged_s is not None:
+            of_ends_s = min(step.ends_charged_s, elapsed_s)
             self._time_share.decoded(elapsed_s - of_ends_s)
-            self._time_share.computed(of_ends_s, step.ends_owing_s)
+            self._time_share.computed(of_ends_s, step.ends_charged_s)
 
     def _measure_prompts(
         self,
@@ -96,8 +96,8 @@ class StepMeter:
     ) -> None:
         """Count the time of a stretch, computed with ``rows`` decodes in the same time, and learn
         from it."""
-        if stretch.owing_s is not None:
-            self._time_share.computed(elapsed_s, stretch.owing_s)
+        if stretch.charged_s is not None:
+            self._time_share.computed(elapsed_s, stretch.charged_s)
         if isinstance(stretch, PlannedEncoding):
             if stretch.size_bytes:
                 self._pictures.observe(stretch.size_bytes, elapsed_s)

@@ -52,11 +52,11 @@ class StoreBacklog:
         taken = list(self._fitting())
         for one in taken:
             del self._waiting[one.id]
-        self.exporting(taken)
+        self.begin_exports(taken)
         return taken
 
-    def exporting(self, taken: Iterable[Storable]) -> None:
-        """Expect the bytes of ``taken``."""
+    def begin_exports(self, taken: Iterable[Storable]) -> None:
+        """Expect the bytes of ``taken``, which are exported with the next plan."""
         for one in taken:
             one.stored = True
             self._exported[one.id] = one
@@ -67,18 +67,18 @@ class StoreBacklog:
         files = len(self._exported) + 1
         return files == 1 or STORE_LIMIT.fits(files, files * self._bytes_of(one))
 
-    def lost(self, block_id: int) -> None:
+    def ignore_export(self, block_id: int) -> None:
         """Do not expect the bytes with this id any more, or ignore them."""
         self._exported.pop(block_id, None)
 
-    def lose_exported(self) -> None:
+    def ignore_exports(self) -> None:
         """Ignore all bytes that are on their way here, also of what was evicted."""
         for one in self._exported.values():
             one.stored = False
         self._exported.clear()
 
-    def came_back(self, block_id: int, payload: Payload) -> Store | None:
-        """Return the message for the kvstore, None for one that is `lost`."""
+    def take_exported(self, block_id: int, payload: Payload) -> Store | None:
+        """Return the message for the kvstore, None for one after `ignore_export`."""
         one = self._exported.pop(block_id, None)
         return None if one is None else Store(one.hash, payload, one.is_snapshot)
 

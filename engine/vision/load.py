@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from engine.backend.settling import compute
+from engine.backend.device_errors import compute
 from engine.batch.axes import axes_of_pairs
 from engine.model.load import LOAD_ERRORS, LoadedModel
 from engine.model.multimodal import (

@@ -56,7 +56,7 @@ def cut(row: Row, heads: int, group: int) -> list[tuple[int, int]]:
     return list(pairwise(row.width * i // parts for i in range(parts + 1)))
 
 
-def anchor(dim: int) -> int:
+def window_alignment(dim: int) -> int:
     """Return the number of positions to whose multiples windows are aligned, for values of
     ``dim`` numbers.
 
@@ -70,7 +70,10 @@ def anchor(dim: int) -> int:
 
 def tiled(start: int, end: int, window: int | None, dim: int) -> tuple[int, int]:
     """Return the first position and the end of the tiles for queries at ``start`` to ``end``."""
-    low = 0 if window is None else max(0, start - window + 1) // anchor(dim) * anchor(dim)
+    low = 0
+    if window is not None:
+        unit = window_alignment(dim)
+        low = max(0, start - window + 1) // unit * unit
     return low, low + max(FEWEST, -(-(end - low) // TILE) * TILE)
 
 

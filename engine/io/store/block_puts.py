@@ -60,7 +60,7 @@ class BlockPuts:
         self._paused_until = 0.0
         self._acknowledged: OrderedDict[int, tuple[bytes, bool]] = OrderedDict()
         self._not_stored: list[tuple[bytes, bool]] = []
-        self._has_news = False
+        self._has_replies = False
         self._clears = 0
 
     @property
@@ -75,13 +75,13 @@ class BlockPuts:
             most = MAX_STORE_BYTES if self._num_stores else MAX_STORE_BYTES + MAX_PAYLOAD_BYTES
             return StoreRoom(max(0, self._window - self._num_stores), most - self._store_bytes)
 
-    def take_news(self) -> list[tuple[bytes, bool]] | None:
+    def take_not_stored(self) -> list[tuple[bytes, bool]] | None:
         """Return what was not stored since the last call: hashes, and whether each is a state. None
         if there were no replies. Runs on the IO thread."""
-        if not self._has_news:
+        if not self._has_replies:
             return None
-        news, self._not_stored, self._has_news = self._not_stored, [], False
-        return news
+        found, self._not_stored, self._has_replies = self._not_stored, [], False
+        return found
 
     def store(
         self,
@@ -145,7 +145,7 @@ class BlockPuts:
         for ticket in list(self._pending):
             self.finish(ticket, stored=False)
         self._not_stored += self._acknowledged.values()
-        self._has_news = True
+        self._has_replies = True
         self._acknowledged.clear()
         with self._lock:  # another kvstore may accept everything
             self._window, self._pause_s, self._paused_until = MAX_STORES, MIN_PAUSE_S, 0.0
@@ -156,7 +156,7 @@ class BlockPuts:
             self._store_bytes -= put.payload_bytes
 
     def _arrived(self, ticket: int, put: _PendingPut) -> None:
-        self._has_news = True
+        self._has_replies = True
         self._acknowledged[ticket] = put.hash, put.is_state
         if len(self._acknowledged) > MAX_ACKNOWLEDGED:
             self._acknowledged.popitem(last=False)
@@ -165,7 +165,7 @@ class BlockPuts:
             self._pause_s = MIN_PAUSE_S
 
     def _refused(self, hash: bytes, is_state: bool) -> None:
-        self._has_news = True
+        self._has_replies = True
         self._not_stored.append((hash, is_state))
         now = time.monotonic()
         with self._lock:

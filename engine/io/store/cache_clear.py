@@ -25,7 +25,8 @@ class CacheClear:
         self._is_wanted = False
         self._awaited = 0  # probes that must still be answered; 0: it was not sent
 
-    def want(self) -> None:
+    def request(self) -> None:
+        """Clear them now, or once there is a kvstore."""
         self._is_wanted, self._awaited = True, 0
         self.send()
 

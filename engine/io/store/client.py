@@ -143,7 +143,7 @@ class StoreClient:
     def clear(self) -> None:
         """Remove all blocks and states of this engine's kind, once the kvstore is there."""
         self._puts.clear()
-        self._post(self._clear.want)
+        self._post(self._clear.request)
 
     def tick(self, now: float) -> None:
         """Run posted actions, timeouts and probes. ``now`` is time.monotonic()."""
@@ -162,8 +162,8 @@ class StoreClient:
                 self._give_up(fetch)
         self._unresponsive = self._questions.expire(now) or self._unresponsive
         self._puts.expire(now)
-        if (news := self._puts.take_news()) is not None:
-            self._on_stores_answered(news)
+        if (not_stored := self._puts.take_not_stored()) is not None:
+            self._on_stores_answered(not_stored)
         self._probe(now)
 
     def on_readable(self) -> None:

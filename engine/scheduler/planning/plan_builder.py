@@ -25,7 +25,7 @@ class PlannedStretch(NamedTuple):
     sizes: list[tuple[int, int]]  # (start, tokens) of each chunk of the pass
     share: float  # fraction of its time
     scored: bool  # whether prompt log-probabilities are computed, which takes longer
-    owing_s: float | None  # predicted seconds while streams wait; None if none do
+    charged_s: float | None  # predicted seconds, if streams wait meanwhile; None if none do
     begins: bool  # whether it is the first of its pass
 
 
@@ -34,7 +34,7 @@ class PlannedEncoding(NamedTuple):
 
     size_bytes: float  # of the encoded arrays, times the fraction of layers
     is_last: bool
-    owing_s: float | None  # as in `PlannedStretch`
+    charged_s: float | None  # as in `PlannedStretch`
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +50,7 @@ class InFlightStep:
     encoding: PlannedEncoding | None = None
     completed: list[PlannedChunk] = field(default_factory=list)  # chunks whose pass ends here
     ends: list[PlannedChunk] = field(default_factory=list)  # that its decodes compute
-    ends_owing_s: float | None = None  # as in `PlannedStretch`
+    ends_charged_s: float | None = None  # as in `PlannedStretch`
     begins_alone: bool = False
     """Whether, with look-ahead, no decode was in flight when it was planned, so that the device
     waits while it is built."""
@@ -194,9 +194,9 @@ class PlanBuilder:
             )
         )
 
-    def stretch(self, one: OpenPass, count: int, layers: int, owing_s: float | None) -> None:
+    def stretch(self, one: OpenPass, count: int, layers: int, charged_s: float | None) -> None:
         """Compute ``count`` more of the ``layers`` of a pass, whose chunks are in this plan or
-        an earlier one. ``owing_s``: see `PlannedStretch`."""
+        an earlier one. ``charged_s``: see `PlannedStretch`."""
         begins = not one.layers_done
         share = share_of_time(one.layers_done, one.layers_done + count, layers)
         one.layers_done += count
@@ -204,7 +204,7 @@ class PlanBuilder:
             self.stretches.append(plan.Stretch(one.number, one.layers_done))
         scored = any(chunk.seq.needs_prompt_logprobs for chunk in one.chunks)
         self.step.pass_number = one.number
-        self.step.stretch = PlannedStretch(one.sizes, share, scored, owing_s, begins)
+        self.step.stretch = PlannedStretch(one.sizes, share, scored, charged_s, begins)
         for chunk in one.chunks:
             self.step.by_slot[chunk.seq.held_slot] = chunk.seq
         if one.layers_done == layers:

@@ -303,7 +303,7 @@ class Planner:
         is_decoding = table.count(Status.DECODING) > 0
         # Within their share of the time, short ends join the next decode: it takes little longer,
         # and their first tokens come a step sooner.
-        if prompts_first or not is_decoding or self._time_share.owed_s >= 0:
+        if prompts_first or not is_decoding or self._time_share.available_s >= 0:
             joined = self._join_decode(builder, streaming=is_decoding)
             prompts_first = prompts_first and not joined
         if not prompts_first:
@@ -476,7 +476,7 @@ class Planner:
         self._stretch_s = whole_s - left_s
         self._lead.count(self._stretch_s, of_overtaken=prefilling[0] is joined[0].seq)
         if streaming:
-            builder.step.ends_owing_s = self._stretch_s
+            builder.step.ends_charged_s = self._stretch_s
             self._time_share.planned(self._stretch_s)
         return True
 
@@ -670,8 +670,8 @@ class Planner:
         seconds = self._chunk_policy.unit_s(streaming=streaming)
         if not streaming:
             return seconds
-        owed_s = self._time_share.owed_s
-        return owed_s if self._config.look_ahead else min(seconds, owed_s)
+        available_s = self._time_share.available_s
+        return available_s if self._config.look_ahead else min(seconds, available_s)
 
     def _encode(
         self,
@@ -693,8 +693,8 @@ class Planner:
         op = self.pictures.encode(picture, count)
         self._stretch_s = op.layers * self._layer_s
         size_bytes = picture.size_bytes * op.layers / self._config.picture_layers
-        owing_s = self._stretch_s if streaming else None
-        builder.encode(op, PlannedEncoding(size_bytes, op.is_last, owing_s))
+        charged_s = self._stretch_s if streaming else None
+        builder.encode(op, PlannedEncoding(size_bytes, op.is_last, charged_s))
         if streaming:
             self._time_share.planned(self._stretch_s)
 

@@ -154,7 +154,7 @@ class PagePool:
             heapq.heappush(self._free, number)
         self._high = max(self._high, num_pages)
 
-    def settle(self) -> list[tuple[Page, int]]:
+    def compact(self) -> list[tuple[Page, int]]:
         """Give all pages numbers below `num_pages`. Return those whose content has to be moved,
         with their previous numbers. Called once for each plan, before its numbers are read."""
         moved = []

@@ -284,7 +284,7 @@ class Sequence:
         """Extend ``block_hashes`` to all full blocks of known tokens."""
         if (len(self.block_hashes) + 1) * self.block_size > len(self.token_ids):
             return
-        pictures = self.shown
+        pictures = self.hashed_pictures
         while (len(self.block_hashes) + 1) * self.block_size <= len(self.token_ids):
             start = len(self.block_hashes) * self.block_size
             end = start + self.block_size
@@ -293,7 +293,7 @@ class Sequence:
             self.block_hashes.append(self.parent_hash)
 
     @property
-    def shown(self) -> list[Picture]:
+    def hashed_pictures(self) -> list[Picture]:
         """Pictures in the form that block hashes use."""
         return [Picture(one.start, one.end - one.start, one.digest) for one in self.pictures]
 

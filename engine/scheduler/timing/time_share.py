@@ -5,8 +5,8 @@ from __future__ import annotations
 DEFAULT_STREAMS_SHARE = 0.5
 BACKGROUND_PART = 0.25
 """Fraction of other prompts' share of the streams' time that background prompts get."""
-MAX_OWED_S = 2.0
-"""Max debt of either side. Anything beyond it is forgotten."""
+MAX_BALANCE_S = 2.0
+"""Max balance, of either sign. Anything beyond it is forgotten."""
 MUCH_SHORTER = 4
 """Work overtakes what is at least this many times as long."""
 MAX_LEAD_S = 0.5
@@ -28,7 +28,7 @@ class TimeShare:
         """Whether all prompts are background work, and not all streams are."""
 
     @property
-    def owed_s(self) -> float:
+    def available_s(self) -> float:
         """Seconds that prompts may take now; negative if they took more than their share."""
         return self._balance_s - self._planned_s
 
@@ -38,12 +38,14 @@ class TimeShare:
         The totals of both sides are never equal. After a decode step, half of the stretch must be
         available, after another stretch all of it, so that two in a row, which streams notice, are
         rare."""
-        return self.owed_s >= min(stretch_s if self._prompts_last else stretch_s / 2, MAX_OWED_S)
+        return self.available_s >= min(
+            stretch_s if self._prompts_last else stretch_s / 2, MAX_BALANCE_S
+        )
 
     def decoded(self, seconds: float) -> None:
         """Record a decode step that was computed while prompts waited."""
         ratio = self._ratio * (BACKGROUND_PART if self.of_background else 1)
-        self._balance_s = min(self._balance_s + seconds * ratio, MAX_OWED_S)
+        self._balance_s = min(self._balance_s + seconds * ratio, MAX_BALANCE_S)
         self._prompts_last = False
 
     def planned(self, seconds: float) -> None:
@@ -54,7 +56,7 @@ class TimeShare:
     def computed(self, seconds: float, planned_s: float) -> None:
         """Record the time of a stretch while streams waited. ``planned_s`` was predicted for it."""
         self._planned_s = max(0.0, self._planned_s - planned_s)
-        self._balance_s = max(self._balance_s - seconds, -MAX_OWED_S)
+        self._balance_s = max(self._balance_s - seconds, -MAX_BALANCE_S)
         self._prompts_last = True
 
     def clear(self) -> None:

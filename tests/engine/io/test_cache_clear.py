@@ -15,7 +15,7 @@ def test_a_clear_is_sent_again_until_the_kvstore_has_certainly_read_and_run_it()
 
     clear = CacheClear({"a"}, send)
     clear.send()
-    clear.want()
+    clear.request()
     is_ready = True
     for _ in range(2):
         clear.send()
@@ -34,5 +34,5 @@ def test_a_clear_is_sent_again_until_the_kvstore_has_certainly_read_and_run_it()
     clear.on_disconnected()
     clear.send()
     assert len(sent) == 4
-    clear.want()
+    clear.request()
     assert len(sent) == 5

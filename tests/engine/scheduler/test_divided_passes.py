@@ -7,7 +7,7 @@ import pytest
 from engine.plan import StepResult
 from engine.scheduler.planning.plan_builder import InFlightStep, PlannedStretch
 from engine.scheduler.timing.chunks import GPU_MIN_UNIT_S, MIN_TOKENS, MIN_UNIT_S
-from engine.scheduler.timing.time_share import MAX_OWED_S, TimeShare
+from engine.scheduler.timing.time_share import MAX_BALANCE_S, TimeShare
 from engine.speculation.speculator import Speculator
 from tests.engine.guesses import guessing
 from tests.engine.scheduler.fake_executor import expected
@@ -271,7 +271,7 @@ def test_prompts_have_a_turn_although_a_layer_takes_longer_than_what_they_may_be
     share = TimeShare(0.5)
     for _ in range(100):
         share.decoded(0.1)
-    assert share.is_turn_of_prompts(3 * MAX_OWED_S)
+    assert share.is_turn_of_prompts(3 * MAX_BALANCE_S)
 
 
 def test_with_look_ahead_time_that_is_owed_is_spent_once() -> None:

@@ -169,7 +169,7 @@ def test_the_content_of_a_failed_chunk_is_not_stored_though_its_page_is_gone() -
     assert memory.reserve_pass(2 * BYTES)
     (export,) = memory.take_plan().exports_first
     discard_failed({seq}, step, None, memory)
-    assert memory.backlog.came_back(export.block_id, (b"",)) is None
+    assert memory.backlog.take_exported(export.block_id, (b"",)) is None
 
 
 def test_the_least_recently_used_of_pages_and_snapshots_is_evicted() -> None:

@@ -329,7 +329,7 @@ def test_with_codes_made_fp32_a_row_has_the_same_bits_alone_and_among_others(nam
     """As with the weights of a model in fp32; experts included."""
     model = tiny(name)
     nn.quantize(model, 32, 4)
-    device.tune(model, "auto", 1 << 40)
+    device.move_layers(model, "auto", 1 << 40)
     bound = decoder.bind(model, probe_layout(model))
     assert bound is not None and bound.decoder.same_bits == "any"
     random = np.random.default_rng(0)

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 
-def settle() -> None:
+def raise_late_errors() -> None:
     """Wait until a GPU has reported how the work ended that it has just finished. Raises:
     RuntimeError if some of it failed: arrays that were already read may then be wrong.
 
@@ -24,9 +24,9 @@ def settle() -> None:
 
 
 def compute(*arrays: Any) -> None:
-    """Evaluate ``arrays``, modules or trees of them, and `settle`. Raises: RuntimeError."""
+    """Evaluate ``arrays``, modules or trees of them. Raises: RuntimeError, also for late errors."""
     mx.eval(*arrays)
-    settle()
+    raise_late_errors()
 
 
 def is_device_failure(error: BaseException) -> bool:

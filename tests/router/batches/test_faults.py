@@ -21,7 +21,9 @@ from router.batches.files import FileEndpoints
 from router.batches.jobs import BatchJob
 from router.batches.store import BatchState, BatchStore, NewFile, Result
 from router.batches.uploads import Upload
-from router.errors import BodyTimeout, TooManyRequests
+from router.errors import BodyTimeout, TooManyRequests, Unavailable
+from router.fleet.sequences.losses import MAX_GONE
+from router.fleet.sequences.timeouts import LOST
 from router.fleet.tenants.tenant import EVERYBODY, Tenant
 from router.places import Places
 from tests.conftest import in_loop
@@ -68,10 +70,10 @@ async def advanced(
         await directory.run(lambda store: store.advance(row["number"], state, total=total))  # noqa: B023
 
 
-async def ended(directory: BatchDirectory, row: Any) -> Any:
+async def ended(directory: BatchDirectory, row: Any, context: Any = None) -> Any:
     """Run the batch to its end, and return its row."""
     async with asyncio.timeout(10):
-        await BatchJob(context_of(directory), row).run()
+        await BatchJob(context or context_of(directory), row).run()
     return await row_of(directory, row["number"])
 
 
@@ -206,6 +208,31 @@ async def test_a_batch_expires_while_the_machine_sleeps(
         await running
     found = await row_of(directory, row["number"])
     assert (found["state"], found["failed"]) == ("expired", 2 * validated)
+
+
+@in_loop
+async def test_a_line_that_may_have_ended_two_engines_gets_no_third_one(
+    directory: BatchDirectory,
+) -> None:
+    calls = 0
+
+    async def endpoint(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        raise Unavailable("No engine became ready.", code=LOST, retry_after_s=0.01)
+
+    row = await begun(directory)
+    await advanced(directory, row, BatchState.IN_PROGRESS)
+    context = context_of(directory)
+    context.places, context.is_young = Places(1), False
+    context.endpoints = {row["endpoint"]: endpoint}
+    context.tenant_named = lambda name: EVERYBODY
+    counter = SimpleNamespace(inc=lambda: None)
+    context.metrics = SimpleNamespace(batch_lines=SimpleNamespace(labels=lambda *_: counter))
+    found = await ended(directory, row, context)
+    assert (found["state"], found["failed"], calls) == ("completed", 2, 2 * MAX_GONE)
+    for each in directory.path(found["error_file_id"]).read_text().splitlines():
+        assert json.loads(each)["response"]["body"]["error"]["code"] == "engine_lost"
 
 
 # -- uploads -------------------------------------------------------------------

@@ -400,6 +400,7 @@ class FimRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str
     suffix: str | None = None
     random_seed: Annotated[Seed | None, other_name("seed")] = None
+    max_completion_tokens: _OtherMaxTokens = None
 
     @property
     def continues_prompt(self) -> bool:

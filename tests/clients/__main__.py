@@ -27,6 +27,8 @@ from tests.clients.matrix import (  # noqa: E402
     DECISION_SCENARIOS,
     EMBEDDING_CLIENTS,
     EMBEDDING_SCENARIOS,
+    INSERT_CLIENTS,
+    INSERT_SCENARIOS,
     SCENARIOS,
     STANDARD_TESTS,
     Cell,
@@ -41,6 +43,7 @@ from tests.e2e.installing import NotInstalled  # noqa: E402
 from tests.e2e.server import Server, serving  # noqa: E402
 from tests.page_tables import read_table, write_tables  # noqa: E402
 from tests.text_models import make_text_model  # noqa: E402
+from tests.tiny_models import make_inserting  # noqa: E402
 
 KEY = "a-secret-key"
 SERVED = "a-model"
@@ -66,6 +69,7 @@ def main() -> int:
         rows, tested = _try_chats(root, Path(private), model, options.only)
         embedding = _try_embeddings(root, Path(private), model, options.only)
         decisions = _try_decisions(root, model, options.only)
+        inserting = _try_inserts(root, Path(private), options.only)
     tables = {}
     if rows:
         tables["clients"] = _table("clients", rows, CLIENTS, SCENARIOS, options.write)
@@ -79,10 +83,14 @@ def main() -> int:
         tables["decisions"] = _table(
             "decisions", decisions, DECISION_CLIENTS, DECISION_SCENARIOS, options.write
         )
+    if inserting:
+        tables["inserts"] = _table(
+            "inserts", inserting, INSERT_CLIENTS, INSERT_SCENARIOS, options.write
+        )
     print("\n".join(tables.values()))
     if options.write is not None:
         write_tables(options.write, tables)
-    all_rows = (*rows, *embedding, *decisions)
+    all_rows = (*rows, *embedding, *decisions, *inserting)
     cells = [*tested.values(), *(cell for row in all_rows for cell in row.cells.values())]
     return 1 if any(cell.result == "fail" for cell in cells) else 0
 
@@ -166,6 +174,21 @@ def _try_decisions(root: Path, model: Path, only: str) -> list[Row]:
     with serving(model, "--served-model-name", SERVED, "--api-key", KEY, "--no-ssd") as server:
         found = [_try([client], root, server, model, DECISION_SCENARIOS) for client in clients]
     return [row for rows in found for row in rows]
+
+
+def _try_inserts(root: Path, private: Path, only: str) -> list[Row]:
+    """Run the clients for fill-in-the-middle against a server with a random model for it."""
+    clients = _chosen(INSERT_CLIENTS, only)
+    if not clients:
+        return []
+    model = make_inserting(private / "inserting")
+    flags = ("--served-model-name", SERVED, "--api-key", KEY, "--no-ssd")
+    with serving(model, *flags) as server:
+        return [
+            row
+            for client in clients
+            for row in _try([client], root, server, model, INSERT_SCENARIOS)
+        ]
 
 
 def write_config(private: Path) -> Path:

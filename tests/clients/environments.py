@@ -15,7 +15,8 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 def command_for(client: Client, root: Path) -> list[str]:
     """Install ``client`` below ``root`` unless it is installed there. Return the command that runs
     its scenarios. Raises `NotInstalled`."""
-    directory = root / "".join(c if c.isalnum() else "-" for c in " ".join(client.packages))
+    name = "".join(c if c.isalnum() else "-" for c in " ".join(client.packages))
+    directory = root / (name or "nothing")
     return _node(client, directory) if client.is_node else _python(client, directory)
 
 
@@ -23,7 +24,8 @@ def _python(client: Client, directory: Path) -> list[str]:
     python = directory / "bin" / "python"
     if not (directory / "installed").exists():
         run(sys.executable, "-m", "venv", "--clear", str(directory))
-        run(str(python), "-m", "pip", "install", "--quiet", *client.packages)
+        if client.packages:
+            run(str(python), "-m", "pip", "install", "--quiet", *client.packages)
         (directory / "installed").touch()
     return [str(python), str(SCENARIOS / client.script)]
 

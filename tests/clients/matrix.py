@@ -33,7 +33,7 @@ class Client:
 
     @property
     def version(self) -> str:
-        return self.packages[0].replace("==", "@").rpartition("@")[2]
+        return self.packages[0].replace("==", "@").rpartition("@")[2] if self.packages else "-"
 
 
 _OPENAI, _LITELLM = "openai==3.57.0", "litellm==1.106.2 mcp"
@@ -118,6 +118,20 @@ DECISION_CLIENTS = (
     Client("Vercel's AI SDK 7", _AI_SDKS["7"], "ai_sdk_decisions.mjs", "/v1/decisions"),
 )
 """Those that ask typed questions."""
+
+INSERT_SCENARIOS = ("insert", "stream", "errors", "cancel")
+_SUFFIX, _FIM, _INFILL = "/v1/completions", "/v1/fim/completions", "/infill"
+INSERT_CLIENTS = (
+    Client("openai (Python)", _OPENAI, "inserts/openai_suffix.py", _SUFFIX),
+    Client("mistralai", "mistralai==2.10.1", "inserts/mistral_fim.py", _FIM),
+    Client("ollama (Python)", "ollama==0.6.3", "inserts/ollama_suffix.py", "/api/generate"),
+    Client(
+        *("Continue's adapters", "@continuedev/openai-adapters@1.37.0"),
+        *("continue_fim.mjs", _FIM),
+    ),
+    Client("llama.vscode, llama.vim (recorded)", "", "inserts/recorded_infill.py", _INFILL),
+)
+"""Those that ask for the text in a gap."""
 
 STANDARD_TESTS = Client(
     "langchain-tests",

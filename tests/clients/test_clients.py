@@ -20,6 +20,7 @@ from tests.clients.matrix import CLIENTS, Cell, Row, joined, table
 from tests.clients.matrix import SCENARIOS as MATRIX
 from tests.clients.reciter import make_reciter
 from tests.e2e.server import Server, serving
+from tests.tiny_models import make_inserting
 
 NODE = next(client for client in CLIENTS if client.script == "openai_node.mjs")
 
@@ -58,6 +59,14 @@ def test_a_client_embeds(tmp_path: Path) -> None:
     with serving(None, "--config", str(config), "--api-key", KEY, "--no-ssd") as server:
         script = str(SCENARIOS / "vectors" / "openai_embeddings.py")
         check_all(server, sys.executable, script, "embed", "errors")
+
+
+def test_clients_fill_gaps(tmp_path: Path) -> None:
+    flags = ("--served-model-name", SERVED, "--api-key", KEY, "--no-ssd")
+    with serving(make_inserting(tmp_path / "model"), *flags) as server:
+        for script in ("openai_suffix.py", "recorded_infill.py"):
+            scenarios = ("insert", "errors", "cancel")
+            check_all(server, sys.executable, str(SCENARIOS / "inserts" / script), *scenarios)
 
 
 def test_a_node_client_works(server: Server, pytestconfig: pytest.Config) -> None:

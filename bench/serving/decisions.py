@@ -64,11 +64,13 @@ FACTS = (
     ("An hour has sixty minutes", True),
     ("Sharks live in the desert", False),
 )
-"""Statements, and whether they are true: 21 are."""
+"""Statements, and whether they are true."""
 BINS = 10
 STATE_TOKENS, QUESTIONS = 2000, 12
 STREAMS, STREAM_TOKENS, DECISIONS_A_MINUTE, SECONDS = 4, 2000, 1000, 20.0
 QUESTIONS_A_REQUEST = 10
+_HEARTBEATS_S = 1.5
+"""After so long the router has the engine's counters."""
 
 
 def decisions(model: str, runs: int) -> None:
@@ -137,6 +139,7 @@ async def _print_sharing(port: int, runs: int) -> None:
         for name in times:
             state = prompts.text(time.monotonic_ns() + run, STATE_TOKENS)
             asked = {"0": questions["0"]} if name == "one" else questions
+            await asyncio.sleep(_HEARTBEATS_S)
             before = counters_of(port, ("prefill_tokens_total",))["prefill_tokens_total"]
             began = time.perf_counter()
             if name == "apart":  # each computes the text by itself, as vLLM's rule has it
@@ -151,7 +154,7 @@ async def _print_sharing(port: int, runs: int) -> None:
                 answer = await asyncio.to_thread(_ask, port, state=state, questions=asked)
             times[name].append(time.perf_counter() - began)
             if name == "together":
-                await asyncio.sleep(1.5)  # the next heartbeat has the engine's counters
+                await asyncio.sleep(_HEARTBEATS_S)
                 after = counters_of(port, ("prefill_tokens_total",))["prefill_tokens_total"]
                 computed = int(after - before)
                 tails = answer["usage"]["input_tokens"]

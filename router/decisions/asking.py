@@ -50,6 +50,8 @@ MAX_PROMPTS = 1024
 MAX_ENDING_CHARS = 4_000_000
 """Of all prompts of a request, without their common beginning. A body's options are repeated in
 each rotation."""
+WORDING_CHARS = 200
+"""About the length of the text around a question."""
 PROMPTS_AT_ONCE = 16
 """Prompts of a request that are in engines or wait for one. Each holds a slot for a few steps."""
 
@@ -172,14 +174,17 @@ class DecisionRun:
         """Raise `InvalidRequest` if the request needs too many prompts, or too long ones: before
         any of them is written."""
         num_prompts = num_chars = 0
-        for whole in self._task.questions:
-            chars = len(whole.text) + 200
-            chars += sum(len(each.text) + len(each.description) for each in whole.options)
-            for asked in _parts(whole):
-                orders = self._orders(asked)
-                groups = len(self._groups(asked, orders[0]))
-                num_prompts += len(orders) * (groups + (groups > 1))
-            num_chars += chars * self._rotations
+        for question in self._task.questions:
+            count = len(question.options)
+            listed = sum(len(each.text) + len(each.description) for each in question.options)
+            if question.kind == "multi":
+                orders, prompts = min(self._rotations, 2), count
+            else:
+                orders = len(self._orders(question))
+                prompts = len(self._groups(question, range(count)))
+                prompts += prompts > 1  # the last round
+            num_prompts += orders * prompts
+            num_chars += orders * (prompts * (len(question.text) + WORDING_CHARS) + 2 * listed)
         if num_prompts > MAX_PROMPTS:
             raise InvalidRequest(
                 f"These questions need {num_prompts} prompts; the limit is {MAX_PROMPTS}. Send "

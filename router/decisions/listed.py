@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -161,19 +162,21 @@ def _texts(instructions: str | list[QuestionPart], path: str) -> Iterator[str]:
 def _choices(asked: ListedQuestion, path: str) -> tuple[Option, ...]:
     choices = asked.choices or []
     _check_count(path, len(choices), 2, MAX_OPTIONS)
-    values = [(type(each.value), each.value) for each in choices]
-    for number, value in enumerate(values):
-        if value in values[:number]:
+    seen: set[tuple[type, str | bool]] = set()
+    for choice_path, choice in with_paths(choices, path):
+        if (value := (type(choice.value), choice.value)) in seen:
             raise InvalidValue(
-                f"'{path}[{number}].value' is there twice: {value[1]!r}.",
-                param=f"{path}[{number}].value",
+                f"'{choice_path}.value' is there twice: {choice.value!r}.",
+                param=f"{choice_path}.value",
             )
+        seen.add(value)
     shown = [_shown(each.value) for each in choices]
+    times = Counter(shown)
     return tuple(
         Option(
             value=each.value,
             # Text that reads like a value of another type is quoted.
-            text=text if shown.count(text) == 1 else _json_text(each.value),
+            text=text if times[text] == 1 else _json_text(each.value),
             description=(each.description or "").strip(),
         )
         for each, text in zip(choices, shown, strict=True)

@@ -25,7 +25,7 @@ from tests.router.conftest import (
 from tests.router.scripted_engine import ScriptedEngine
 
 CHAT_MODEL = True
-FLAGS = ("--restart-wait-s=1", "--max-request-bytes=2000000")
+FLAGS = ("--restart-wait-s=1", "--max-request-bytes=3000000")
 CONTEXT = 8192
 TEAM = {"type": "choice", "instructions": "Who?", "criteria": {"billing": "money", "post": None}}
 ANGRY = {"type": "noul", "instructions": "Angry?"}
@@ -460,8 +460,11 @@ def test_requests_that_need_too_many_prompts_are_refused_before_they_cost(
     answer = ask(server, {str(n): options for n in range(400)}, samples=8)
     error = error_of(answer)
     assert (error["code"], error["param"]) == ("request_too_large", "questions")
-    long = {"type": "noul", "instructions": "y" * 4000}
+    long = {"type": "noul", "instructions": "y" * 6000}
     answer = ask(server, {str(n): long for n in range(400)}, samples=8)
+    assert error_of(answer)["code"] == "request_too_large" and "characters" in answer.text
+    tags = {"type": "multi_label", "instructions": "y" * 7000, "criteria": options["criteria"]}
+    answer = ask(server, {str(n): tags for n in range(3)})
     assert error_of(answer)["code"] == "request_too_large" and "characters" in answer.text
     assert time.monotonic() - began < 5
     assert not engine.got(Submit)

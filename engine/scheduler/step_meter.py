@@ -80,11 +80,14 @@ class StepMeter:
         return rows + drafted + max(1, int(stretch.share * sum(n for _, n in stretch.sizes)))
 
     def _measure_ends(self, step: InFlightStep, elapsed_s: float) -> None:
-        """Divide the time of a decode between its rows and the ends of prompts."""
+        """Divide the time of a decode between its rows and the ends of prompts: these take what the
+        shortest decode without them does not. Predictions are from long chunks, whose tokens take
+        less."""
         if step.ends_charged_s is not None:
-            of_ends_s = min(step.ends_charged_s, elapsed_s)
-            self._time_share.decoded(elapsed_s - of_ends_s)
-            self._time_share.computed(of_ends_s, step.ends_charged_s)
+            of_rows_s = self._chunk_policy.pass_s or elapsed_s - step.ends_charged_s
+            of_rows_s = min(max(of_rows_s, 0.0), elapsed_s)
+            self._time_share.decoded(of_rows_s)
+            self._time_share.computed(elapsed_s - of_rows_s, step.ends_charged_s)
 
     def _measure_prompts(
         self,

@@ -134,6 +134,7 @@ class FakeExecutor:
         self.speed_tokens_s = speed_tokens_s
         self.resize_s = 0.0  # that another number of pages takes
         self.begin_s = 0.0  # that the first layer of a pass takes in addition
+        self.end_token_s = 0.0  # that a token of the end of a prompt takes in addition
         self.root = Prefix()
         self.num_pages = 0
         self.pages: dict[int, list[Prefix | None]] = {}
@@ -198,6 +199,7 @@ class FakeExecutor:
         tokens = sum(1 + len(one.drafts) + len(one.before) for one in plan.decodes)
         decode_s = tokens / self.speed_tokens_s + self.resize_s * bool(plan.num_pages)
         decode_s += self.begin_s * bool(plan.chunks)
+        decode_s += self.end_token_s * sum(len(one.before) for one in plan.decodes)
         chunks_s = self._prefilled / self.speed_tokens_s
         is_apart = self.config.look_ahead and chunks_s > 0
         return StepResult(

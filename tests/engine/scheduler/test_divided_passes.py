@@ -169,6 +169,19 @@ def test_ends_of_prompts_take_turns_with_streams_and_with_long_prompts() -> None
     made.finish(stream, long)
 
 
+def test_ends_that_take_longer_than_predicted_leave_streams_their_share() -> None:
+    made = engine(decodes_ends=True)
+    made.serve(request("before", prompt(101), max_tokens=1))
+    (stream,) = begin_streams(made, 1, max_tokens=900)
+    made.executor.end_token_s = 0.002
+    begun_s, known = made.now_s, len(stream.tokens)
+    for number in range(30):
+        made.answer(request(f"end {number}", prompt(6, number), max_tokens=1))
+    # A token of the stream takes a thousandth of a second.
+    assert len(stream.tokens) - known >= 450 * (made.now_s - begun_s - 2 * MIN_UNIT_S)
+    made.finish(stream)
+
+
 def test_a_newcomer_is_computed_between_two_layers_of_a_long_prompt(look_ahead: bool) -> None:
     made = engine(look_ahead=look_ahead)
     long = made.submit(request("long", prompt(1201)))

@@ -84,8 +84,7 @@ class StepMeter:
         shortest decode without them does not. Predictions are from long chunks, whose tokens take
         less."""
         if step.ends_charged_s is not None:
-            of_rows_s = self._chunk_policy.pass_s or elapsed_s - step.ends_charged_s
-            of_rows_s = min(max(of_rows_s, 0.0), elapsed_s)
+            of_rows_s = min(self._chunk_policy.pass_s, elapsed_s)
             self._time_share.decoded(of_rows_s)
             self._time_share.computed(elapsed_s - of_rows_s, step.ends_charged_s)
 

@@ -16,12 +16,12 @@ def calibrated(logprobs: Sequence[float], temperature: float) -> tuple[list[floa
     probability that the model gives to all of them.
 
     Raises `InternalError` if the model gave no numbers, or no probability to any label."""
-    best = max(logprobs)
-    if not all(map(math.isfinite, (best, sum(map(math.exp, logprobs))))):
+    best, mass = max(logprobs), sum(map(math.exp, logprobs))
+    if not math.isfinite(best) or not math.isfinite(mass):
         raise InternalError
     weights = [math.exp((each - best) / temperature) for each in logprobs]
     total = sum(weights)
-    return [weight / total for weight in weights], min(1.0, sum(map(math.exp, logprobs)))
+    return [weight / total for weight in weights], min(1.0, mass)
 
 
 def mean(distributions: Sequence[Sequence[float]]) -> list[float]:

@@ -6,10 +6,6 @@ from collections.abc import Sequence
 
 from router.decisions.questions import Option, TypedQuestion
 
-PROMPT_FORMAT = 1
-"""The version of these texts and of their order. Probabilities, and temperatures fitted to them,
-belong to one version."""
-
 INSTRUCTIONS = (
     "You answer one question about the text or the conversation that you are given. "
     "Reply with the label of your answer and nothing else."

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
 from msgspec.structs import replace
 
 from router.api.endpoints import GenerationEndpoint
 from router.api.fim import fim_prompts
+from router.api.sse import encode_event
 from router.fleet.engines.engine import Model
 from router.generation.choice import Choice, OutputDelta
 from router.generation.generation import Generation
@@ -59,10 +61,8 @@ class FimWriter(ChatCompletionWriter):
         self._hides_reasoning = False
 
     def choice_end(self, generation: Generation, choice: Choice) -> bytes:
-        others, self._continuous_usage = self._continuous_usage, True
-        event = super().choice_end(generation, choice)
-        self._continuous_usage = others
-        return event
+        last = self._chunk_choice(generation, choice.index, OutputDelta(), choice.finish_reason)
+        return encode_event(msgspec.json.encode(self._chunk([last], generation.usage())))
 
     def _chunk_choice(
         self, generation: Generation, index: int, delta: OutputDelta, reason: FinishReason | None

@@ -19,6 +19,7 @@ import msgspec
 
 from router.errors import ApiError, InvalidRequest
 from router.schemas.conversation import ChatMessage, FunctionCall, PromptEnding, Tool, ToolCall
+from router.schemas.images import ModelImage
 from router.tokens.fim import AUTO, FimPrompts, find_layout
 from router.tokens.image_prompts import Prompt, expanded
 from router.tokens.labels import Labels, find_labels
@@ -248,17 +249,13 @@ class Renderer:
         if check_length is not None:
             check_length(self._least_length(messages))
         text, images = self._rendered(messages, tools, template_args, ending)
-        if images and self.vision is not None:
-            shown = self.vision.before + self.vision.placeholder + self.vision.after
-            text = text.replace(self.vision.placeholder, shown)
         if add_special_tokens:
             tokens = self.encode(text.replace(TOKEN_BREAK, ""), check_length=check_length)
         elif cache_scope is None:
             tokens = self._encode_rendered(text, check_length)
         else:
             tokens = self._tokenization_cache.tokenize(cache_scope, text, check_length)
-        placeholder_id = -1 if self.vision is None else self.vision.placeholder_id
-        return expanded(tokens, placeholder_id, images, check_length)
+        return self._expanded(tokens, images, check_length)
 
     def render_around(
         self,
@@ -281,12 +278,8 @@ class Renderer:
                 param="messages",
                 code="template_limit",
             )
-        if images and self.vision is not None:
-            shown = self.vision.before + self.vision.placeholder + self.vision.after
-            before = before.replace(self.vision.placeholder, shown)
-        placeholder_id = -1 if self.vision is None else self.vision.placeholder_id
         tokens = self._encode_rendered(before, check_length)
-        prompt = expanded(tokens, placeholder_id, images, check_length)
+        prompt = self._expanded(tokens, images, check_length)
         return prompt, ending + self.replies.opening(ending)
 
     def encode_ending(self, text: str, ending: str) -> list[int]:
@@ -313,10 +306,23 @@ class Renderer:
         template_args: Mapping[str, Any],
         ending: PromptEnding,
     ) -> Rendered:
-        if not self._template_spec or self._processes is None:
-            return self._template.rendered(messages, tools, template_args, ending=ending)
-        check_args(template_args)
-        return self._processes.rendered(self._template_spec, messages, tools, template_args, ending)
+        """Return the text of a conversation, with what stands around the images."""
+        spec, processes = self._template_spec, self._processes
+        if not spec or processes is None:
+            found = self._template.rendered(messages, tools, template_args, ending=ending)
+        else:
+            check_args(template_args)
+            found = processes.rendered(spec, messages, tools, template_args, ending)
+        if not found.images or self.vision is None:
+            return found
+        shown = self.vision.before + self.vision.placeholder + self.vision.after
+        return found._replace(text=found.text.replace(self.vision.placeholder, shown))
+
+    def _expanded(
+        self, tokens: list[int], images: Sequence[ModelImage], check_length: LengthCheck | None
+    ) -> Prompt:
+        placeholder_id = -1 if self.vision is None else self.vision.placeholder_id
+        return expanded(tokens, placeholder_id, images, check_length)
 
     def _least_length(self, messages: Sequence[ChatMessage]) -> int:
         """Return how many tokens ``messages`` have at least: rendering those that cannot fit may

@@ -84,10 +84,11 @@ class Batches:
             question, expected = asked[line["custom_id"]]
             reply = Reply()
             response = line["response"] or {}
-            if response.get("status_code") == 503 and _lost_engines(response["body"]):
+            status = response.get("status_code")
+            if status == 503 and response["body"]["error"]["code"] == "engine_lost":
                 self._judge.kinds["line that lost two engines"] += 1
                 continue
-            if response.get("status_code") != 200:
+            if status != 200:
                 self._judge.find(f"{question} in a batch: {line}")
                 continue
             reply.add(response["body"])
@@ -143,9 +144,3 @@ class Batches:
                 raise BatchError(f"{method} {path}: {last}")
             await asyncio.sleep(1)
         raise BatchError(f"{method} {path}: not done within {ANSWERED_WITHIN_S:g} s: {last}")
-
-
-def _lost_engines(body: dict[str, Any]) -> bool:
-    """Return whether a line ended because two engines were lost while they ran it: it may have
-    ended them."""
-    return bool(body.get("error", {}).get("code") == "engine_lost")
